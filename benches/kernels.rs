@@ -22,15 +22,7 @@ const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 fn normals(len: usize, seed: u32) -> Vec<f32> {
     let uniform = |word: u32| word as f32 / 4_294_967_296.0 - 0.5;
-    (0..len as u32)
-        .map(|i| {
-            philox([i, 1, 2, 3], [seed, 0])
-                .map(uniform)
-                .iter()
-                .sum::<f32>()
-                * 1.7
-        })
-        .collect()
+    (0..len as u32).map(|i| philox([i, 1, 2, 3], [seed, 0]).map(uniform).iter().sum::<f32>() * 1.7).collect()
 }
 
 fn median(mut seconds: Vec<f64>) -> f64 {
@@ -52,10 +44,7 @@ struct Stream {
 
 impl Stream {
     fn new(threads: usize) -> Stream {
-        Stream {
-            pool: Pool::new(threads),
-            words: (0..32 * 1024 * 1024).collect(),
-        }
+        Stream { pool: Pool::new(threads), words: (0..32 * 1024 * 1024).collect() }
     }
 
     fn bytes(&self) -> f64 {
@@ -85,22 +74,12 @@ struct Model {
 impl Model {
     fn new(cpu: &Cpu, dtype: HostType) -> Model {
         let mut weights = Vec::new();
-        let shapes = [
-            (QKV, HIDDEN),
-            (HIDDEN, HIDDEN),
-            (2 * INTERMEDIATE, HIDDEN),
-            (HIDDEN, INTERMEDIATE),
-        ];
+        let shapes = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
         let layers = (0..LAYERS).flat_map(|_| shapes).chain([(VOCAB, HIDDEN)]);
         let values = normals(1 << 20, 5);
         for (rows, cols) in layers {
             let bytes: Vec<u8> = match dtype {
-                HostType::F32 => values
-                    .iter()
-                    .cycle()
-                    .take(rows * cols)
-                    .flat_map(|x| x.to_le_bytes())
-                    .collect(),
+                HostType::F32 => values.iter().cycle().take(rows * cols).flat_map(|x| x.to_le_bytes()).collect(),
                 HostType::BF16 => values
                     .iter()
                     .cycle()
@@ -114,26 +93,14 @@ impl Model {
                     .flat_map(|x| half::f16::from_f32(*x).to_le_bytes())
                     .collect(),
             };
-            let matrix = HostMatrix {
-                bytes: &bytes,
-                dtype,
-                rows,
-                cols,
-                order: RowOrder::AsStored,
-            };
-            weights.push(
-                cpu.upload(&[matrix], Storage::Lossless)
-                    .expect("sizes agree"),
-            );
+            let matrix = HostMatrix { bytes: &bytes, dtype, rows, cols, order: RowOrder::AsStored };
+            weights.push(cpu.upload(&[matrix], Storage::Lossless).expect("sizes agree"));
         }
         Model { weights }
     }
 
     fn bytes(&self, cpu: &Cpu) -> usize {
-        self.weights
-            .iter()
-            .map(|weight| cpu.weight_bytes(weight))
-            .sum()
+        self.weights.iter().map(|weight| cpu.weight_bytes(weight)).sum()
     }
 
     fn pass(&self, cpu: &Cpu, inputs: &[<Cpu as Backend>::Activations; 2]) {
@@ -155,10 +122,7 @@ impl Model {
             let table = reference.to_host(&reference.embed(weight, &ids));
             for (id, w) in ids.iter().zip(table.chunks_exact(cols)) {
                 for (row, x) in x.chunks_exact(cols).enumerate() {
-                    let chain = w
-                        .iter()
-                        .zip(x)
-                        .fold(0.0f32, |sum, (w, x)| w.mul_add(*x, sum));
+                    let chain = w.iter().zip(x).fold(0.0f32, |sum, (w, x)| w.mul_add(*x, sum));
                     assert_eq!(y[row * out + *id as usize].to_bits(), chain.to_bits());
                 }
             }
@@ -184,11 +148,8 @@ fn controls(temperature: f32, top_p: f32) -> Controls {
 fn draws(cpu: &Cpu) -> Vec<(&'static str, usize, f64)> {
     let logits: Vec<f32> = normals(8 * VOCAB, 8).iter().map(|x| x * 3.0).collect();
     let reference = Cpu::new(Some(1), Some(Isa::Scalar));
-    let cases = [
-        ("greedy", controls(0.0, 1.0)),
-        ("T=0.7", controls(0.7, 1.0)),
-        ("T=0.7 top-p 0.9", controls(0.7, 0.9)),
-    ];
+    let cases =
+        [("greedy", controls(0.0, 1.0)), ("T=0.7", controls(0.7, 1.0)), ("T=0.7 top-p 0.9", controls(0.7, 0.9))];
     let mut results = Vec::new();
     for rows in [1, 8] {
         let x = cpu.from_host(&logits[..rows * VOCAB], VOCAB);
@@ -196,20 +157,8 @@ fn draws(cpu: &Cpu) -> Vec<(&'static str, usize, f64)> {
         for (name, controls) in &cases {
             let controls = Arc::new(controls.clone());
             let of = |position| {
-                let coin = Coin {
-                    seed: 11,
-                    sample: 0,
-                    position,
-                };
-                vec![
-                    Draw {
-                        controls: Arc::clone(&controls),
-                        coin,
-                        seen: Arc::new([]),
-                        banned: Arc::new([])
-                    };
-                    rows
-                ]
+                let coin = Coin { seed: 11, sample: 0, position };
+                vec![Draw { controls: Arc::clone(&controls), coin, seen: Arc::new([]), banned: Arc::new([]) }; rows]
             };
             assert_eq!(cpu.draw(&x, &of(1)), reference.draw(&y, &of(1)));
             let times = (0..101)
@@ -229,11 +178,7 @@ fn main() {
     let cpu = Cpu::new(None, None);
     println!("{} threads, {}", cpu.threads(), cpu.isa().name());
     let stream = Stream::new(cpu.threads());
-    let types = [
-        ("f32", HostType::F32),
-        ("bf16", HostType::BF16),
-        ("f16", HostType::F16),
-    ];
+    let types = [("f32", HostType::F32), ("bf16", HostType::BF16), ("f16", HostType::F16)];
     let models: Vec<Model> = types
         .iter()
         .map(|(_, dtype)| {
@@ -244,9 +189,7 @@ fn main() {
         .collect();
     let inputs: Vec<_> = ROWS
         .iter()
-        .map(|rows| {
-            [HIDDEN, INTERMEDIATE].map(|cols| cpu.from_host(&normals(rows * cols, 7), cols))
-        })
+        .map(|rows| [HIDDEN, INTERMEDIATE].map(|cols| cpu.from_host(&normals(rows * cols, 7), cols)))
         .collect();
 
     let mut stream_times = Vec::new();
@@ -267,11 +210,7 @@ fn main() {
     let mut products = Vec::new();
     for (((name, _), model), times) in types.iter().zip(&models).zip(times) {
         let bytes = model.bytes(&cpu) as f64;
-        let multiplies: usize = model
-            .weights
-            .iter()
-            .map(|weight| cpu.shape(weight).0 * cpu.shape(weight).1)
-            .sum();
+        let multiplies: usize = model.weights.iter().map(|weight| cpu.shape(weight).0 * cpu.shape(weight).1).sum();
         let mut one = 0.0;
         for (rows, times) in ROWS.iter().zip(times) {
             let time = median(times);
@@ -297,9 +236,7 @@ fn main() {
     let mut drawn = Vec::new();
     for (name, rows, time) in draws(&cpu) {
         println!("{name:<17} {rows:>4} {:>12.1}", time * 1e6);
-        drawn.push(format!(
-            r#"{{"controls":"{name}","rows":{rows},"seconds_per_row":{time:.9}}}"#
-        ));
+        drawn.push(format!(r#"{{"controls":"{name}","rows":{rows},"seconds_per_row":{time:.9}}}"#));
     }
     if json {
         println!(

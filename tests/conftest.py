@@ -7,13 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
-from slipstream import Engine, fetch
+from slipstream import Completion, Engine, fetch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOLDEN = REPOSITORY / "tests" / "golden"
@@ -21,6 +22,32 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+
+def golden_prompts() -> list[list[int]]:
+    """The ten prompts of the golden data, as ids of ``target_a`` and ``target_b``."""
+    return [prompt["ids"] for prompt in json.loads((GOLDEN / "prompts.json").read_text(encoding="utf-8"))]
+
+
+def generate_each(engine: Engine, prompts: Sequence[Any], parameters: Sequence[dict[str, Any]]) -> list[Completion]:
+    """Runs requests with parameters of their own together in one engine."""
+    streams = [engine.stream(prompt, **each) for prompt, each in zip(prompts, parameters, strict=True)]
+    done: list[Completion] = []
+    for stream in streams:
+        chunks = list(stream)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        reason, stats = chunks[-1].finish_reason, stream.stats
+        assert reason is not None
+        assert stats is not None
+        done.append(Completion("".join(chunk.text for chunk in chunks), token_ids, reason, stats, stream.seed))
+    return done
+
+
+def ids_of(done: Sequence[Completion]) -> list[list[int]]:
+    """The tokens of several completions."""
+    return [one.token_ids for one in done]
+
 
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("slow", max_examples=500, deadline=None)
@@ -37,6 +64,18 @@ def target_a() -> Path:
 def head_a() -> Path:
     """An EAGLE-2 head for ``target_a``."""
     return GOLDEN / "heads" / "e2_a_bias"
+
+
+@pytest.fixture(scope="session")
+def target_b() -> Path:
+    """A Llama of 8 layers with Llama-3's rotary scaling from 64 positions on, else as ``target_a``."""
+    return GOLDEN / "targets" / "target_b"
+
+
+@pytest.fixture(scope="session")
+def head_b() -> Path:
+    """An EAGLE-2 head for ``target_b``."""
+    return GOLDEN / "heads" / "e2_b_nobias"
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 //! EAGLE-2 against the published reference, step by step: the same trees, accepted lengths and tokens at temperature 0,
 //! and the published sampling rule replayed from recorded uniforms. The data and its makers: `golden/README.md`.
+#![expect(clippy::print_stdout, reason = "how many trees were compared is part of the result")]
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -199,7 +200,9 @@ impl Verifier for Replay {
                 }
                 target_prob[token] = 0.0;
                 let sum: f32 = target_prob.iter().sum();
-                target_prob.iter_mut().for_each(|probability| *probability /= sum);
+                for probability in &mut target_prob {
+                    *probability /= sum;
+                }
             }
             acceptance.next = Some(self.draw(&target_prob));
             return acceptance;
@@ -232,14 +235,9 @@ impl Models {
     ) -> (Vec<Step>, Vec<TokenId>) {
         let num_blocks = 64;
         let num_slots = num_blocks * 16;
-        let head = EagleWeights::load(
-            &*self.backend,
-            &self.target,
-            &self.head.config,
-            &self.head.tensors,
-            Storage::Lossless,
-        )
-        .expect("the head fits");
+        let head =
+            EagleWeights::load(&*self.backend, &self.target, &self.head.config, &self.head.tensors, Storage::Lossless)
+                .expect("the head fits");
         let drafter =
             Eagle::new(Arc::clone(&self.backend), Arc::clone(&self.target), head, shape, 0, num_slots as usize, 1)
                 .expect("fits in memory");
@@ -343,7 +341,9 @@ fn traces(head: &str, run: &str) -> Vec<(String, Trace)> {
     let mut names: Vec<String> = std::fs::read_dir(&folder)
         .expect("traces")
         .map(|entry| entry.expect("readable").file_name().into_string().expect("plain"))
-        .filter(|name| name.starts_with(&format!("{run}_p")) && name.ends_with(".npz"))
+        .filter(|name| {
+            name.starts_with(&format!("{run}_p")) && Path::new(name).extension().is_some_and(|end| end == "npz")
+        })
         .collect();
     names.sort();
     assert!(!names.is_empty(), "{head} {run}");
@@ -370,15 +370,31 @@ fn check_greedy(target: &str, head: &str, runs: &[(&str, u16, u16, u16)]) {
 
 #[test]
 fn greedy_trees_and_tokens_equal_the_reference_with_a_bias() {
-    check_greedy("target_a", "e2_a_bias", &[("greedy_17", 17, 3, 4), ("greedy_60", 60, 5, 10), ("greedy_chain", 7, 5, 1)]);
+    check_greedy(
+        "target_a",
+        "e2_a_bias",
+        &[("greedy_17", 17, 3, 4), ("greedy_60", 60, 5, 10), ("greedy_chain", 7, 5, 1)],
+    );
 }
 
 #[test]
 fn greedy_trees_and_tokens_equal_the_reference_without_a_bias() {
-    check_greedy("target_b", "e2_b_nobias", &[("greedy_17", 17, 3, 4), ("greedy_60", 60, 5, 10), ("greedy_chain", 7, 5, 1)]);
+    check_greedy(
+        "target_b",
+        "e2_b_nobias",
+        &[("greedy_17", 17, 3, 4), ("greedy_60", 60, 5, 10), ("greedy_chain", 7, 5, 1)],
+    );
 }
 
-fn check_sampled(target: &str, head: &str, run: &str, shape: TreeShape, temperature: f32, top_p: Option<f32>, top_k: Option<usize>) {
+fn check_sampled(
+    target: &str,
+    head: &str,
+    run: &str,
+    shape: TreeShape,
+    temperature: f32,
+    top_p: Option<f32>,
+    top_k: Option<usize>,
+) {
     let models = Models::open(target, head);
     let mut compared = Compared::default();
     for (name, trace) in traces(head, run) {

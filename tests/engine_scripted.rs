@@ -53,10 +53,8 @@ fn limits(shape: Shape) -> Limits {
 fn engine(shape: Shape, drafters: Vec<Box<dyn Drafter<()>>>, poison: Option<(TokenId, u32)>) -> Engine<Box<dyn Cycle>> {
     let mut target = ScriptedTarget::new(shape.num_blocks * shape.block_size);
     target.poison = poison;
-    let inner =
-        HostCycle::new(target, drafters, Box::new(TargetMatch), Budget::UNLIMITED, Sampler::new(VOCAB));
-    let cycle: Box<dyn Cycle> =
-        if shape.is_delayed { Box::new(DelayedCycle::new(inner)) } else { Box::new(inner) };
+    let inner = HostCycle::new(target, drafters, Box::new(TargetMatch), Budget::UNLIMITED, Sampler::new(VOCAB));
+    let cycle: Box<dyn Cycle> = if shape.is_delayed { Box::new(DelayedCycle::new(inner)) } else { Box::new(inner) };
     let config = SchedulerConfig {
         max_batch: shape.max_batch,
         max_batch_tokens: shape.max_batch_tokens,
@@ -189,8 +187,7 @@ fn hc_089_a_row_that_is_not_finite_ends_its_request_alone() {
             let prompts = [vec![50, 1], vec![7, 8, 9], vec![11]];
             let sinks: Vec<Kept> = prompts.iter().map(|_| Kept::default()).collect();
             for (id, (prompt, sink)) in prompts.iter().zip(&sinks).enumerate() {
-                let request =
-                    limits(shape).request(RequestId(id as u64), prompt.clone(), greedy(30)).expect("valid");
+                let request = limits(shape).request(RequestId(id as u64), prompt.clone(), greedy(30)).expect("valid");
                 engine.submit(request, Box::new(sink.clone()));
             }
             run(&mut engine);

@@ -1,17 +1,15 @@
-//! Configurations, folders and chat templates: what they give, and what is refused by name.
+//! Configurations and folders: what they give, and what is refused by name.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use slipstream_engine::error::EngineError;
-use slipstream_engine::load::{ChatTemplate, Checkpoint, ModelFile, SpecialTexts};
+use slipstream_engine::load::{Checkpoint, ModelFile};
 use slipstream_engine::model::spec::{ModelSpec, RopeScaling};
 use slipstream_kernels::HostType;
 
 fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../tests/golden/config")
-        .join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/config").join(name)
 }
 
 fn config(name: &str) -> Value {
@@ -21,10 +19,7 @@ fn config(name: &str) -> Value {
 fn refused(config: &Value, expected: &str) {
     let error = ModelSpec::from_config(config, None).expect_err(expected);
     assert!(matches!(error, EngineError::Model(_)), "{error:?}");
-    assert!(
-        error.to_string().contains(expected),
-        "expected {expected:?} in {error}"
-    );
+    assert!(error.to_string().contains(expected), "expected {expected:?} in {error}");
 }
 
 #[test]
@@ -39,51 +34,19 @@ fn both_styles_of_config_give_the_same_spec() {
 #[test]
 fn a_spec_says_what_the_config_says() {
     let spec = ModelSpec::from_config(&config("llama_rope3.json"), None).expect("a spec");
-    assert_eq!(
-        (
-            spec.num_layers,
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads
-        ),
-        (4, 64, 4, 2)
-    );
-    assert_eq!(
-        (spec.head_dim, spec.intermediate_size, spec.vocab_size),
-        (32, 128, 320)
-    );
-    assert_eq!(
-        (spec.rope_theta, spec.rms_norm_eps, spec.max_position),
-        (500_000.0, 1e-5, 512)
-    );
+    assert_eq!((spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads), (4, 64, 4, 2));
+    assert_eq!((spec.head_dim, spec.intermediate_size, spec.vocab_size), (32, 128, 320));
+    assert_eq!((spec.rope_theta, spec.rms_norm_eps, spec.max_position), (500_000.0, 1e-5, 512));
     assert!(!spec.qkv_bias && !spec.qk_norm && !spec.tie_word_embeddings);
-    assert_eq!(
-        (spec.bos_token_id, spec.eos_token_ids.as_slice()),
-        (Some(1), &[2][..])
-    );
-    let scaling = RopeScaling::Llama3 {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position: 32.0,
-    };
+    assert_eq!((spec.bos_token_id, spec.eos_token_ids.as_slice()), (Some(1), &[2][..]));
+    let scaling =
+        RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position: 32.0 };
     assert_eq!(spec.rope_scaling, scaling);
-    assert!(
-        ModelSpec::from_config(&config("qwen2.json"), None)
-            .expect("a spec")
-            .qkv_bias
-    );
-    assert!(
-        ModelSpec::from_config(&config("qwen3.json"), None)
-            .expect("a spec")
-            .qk_norm
-    );
+    assert!(ModelSpec::from_config(&config("qwen2.json"), None).expect("a spec").qkv_bias);
+    assert!(ModelSpec::from_config(&config("qwen3.json"), None).expect("a spec").qk_norm);
     let generation = json!({ "eos_token_id": [7, 8], "bos_token_id": 5 });
     let spec = ModelSpec::from_config(&config("llama.json"), Some(&generation)).expect("a spec");
-    assert_eq!(
-        (spec.bos_token_id, spec.eos_token_ids),
-        (Some(5), vec![7, 8])
-    );
+    assert_eq!((spec.bos_token_id, spec.eos_token_ids), (Some(5), vec![7, 8]));
 }
 
 #[test]
@@ -92,12 +55,7 @@ fn rotary_frequencies_have_the_bits_of_transformers() {
     for (name, case) in cases.as_object().expect("cases") {
         let spec = ModelSpec::from_config(&case["config"], None).expect(name);
         let expected: Vec<u32> = serde_json::from_value(case["bits"].clone()).expect("bits");
-        let got: Vec<u32> = spec
-            .rope()
-            .inv_freq
-            .iter()
-            .map(|freq| freq.to_bits())
-            .collect();
+        let got: Vec<u32> = spec.rope().inv_freq.iter().map(|freq| freq.to_bits()).collect();
         assert_eq!(got, expected, "{name}");
     }
 }
@@ -106,10 +64,7 @@ fn rotary_frequencies_have_the_bits_of_transformers() {
 fn families_and_variants_that_cannot_run_are_refused_by_name() {
     for name in ["mistral", "gemma3"] {
         for style in ["json", "v5.json"] {
-            refused(
-                &config(&format!("{name}.{style}")),
-                "expected a model_type of llama, qwen2, qwen3, got ",
-            );
+            refused(&config(&format!("{name}.{style}")), "expected a model_type of llama, qwen2, qwen3, got ");
         }
     }
     let with = |name: &str, value: Value| {
@@ -122,96 +77,38 @@ fn families_and_variants_that_cannot_run_are_refused_by_name() {
         config.as_object_mut().expect("an object").remove(name);
         config
     };
-    refused(
-        &with("model_type", "mixtral".into()),
-        "mixtral, which is not supported yet",
-    );
-    refused(
-        &with("hidden_act", "gelu".into()),
-        "hidden_act silu, got gelu",
-    );
+    refused(&with("model_type", "mixtral".into()), "mixtral, which is not supported yet");
+    refused(&with("hidden_act", "gelu".into()), "hidden_act silu, got gelu");
     for kind in ["yarn", "dynamic", "longrope", "su"] {
-        refused(
-            &with("rope_scaling", json!({ "type": kind, "factor": 2.0 })),
-            kind,
-        );
-        refused(
-            &with("rope_scaling", json!({ "rope_type": kind, "factor": 2.0 })),
-            kind,
-        );
-        refused(
-            &with(
-                "rope_parameters",
-                json!({ "rope_type": kind, "factor": 2.0, "rope_theta": 1e4 }),
-            ),
-            kind,
-        );
+        refused(&with("rope_scaling", json!({ "type": kind, "factor": 2.0 })), kind);
+        refused(&with("rope_scaling", json!({ "rope_type": kind, "factor": 2.0 })), kind);
+        refused(&with("rope_parameters", json!({ "rope_type": kind, "factor": 2.0, "rope_theta": 1e4 })), kind);
     }
     refused(&with("rope_scaling", json!({ "type": "linear" })), "factor");
-    refused(
-        &with("rope_scaling", json!({ "type": "linear", "factor": 0 })),
-        "rotary scaling factor",
-    );
-    refused(
-        &with(
-            "rope_scaling",
-            json!({ "type": "default", "mrope_section": [1, 2] }),
-        ),
-        "mrope_section",
-    );
+    refused(&with("rope_scaling", json!({ "type": "linear", "factor": 0 })), "rotary scaling factor");
+    refused(&with("rope_scaling", json!({ "type": "default", "mrope_section": [1, 2] })), "mrope_section");
     refused(&with("rope_scaling", json!([])), "rope_scaling");
-    refused(
-        &with("partial_rotary_factor", json!(0.5)),
-        "partial_rotary_factor",
-    );
+    refused(&with("partial_rotary_factor", json!(0.5)), "partial_rotary_factor");
     for name in ["attention_bias", "mlp_bias", "use_sliding_window"] {
         refused(&with(name, json!(true)), name);
         refused(&with(name, json!("yes")), name);
     }
     assert!(ModelSpec::from_config(&with("use_sliding_window", json!(false)), None).is_ok());
-    refused(
-        &with(
-            "layer_types",
-            json!(["full_attention", "sliding_attention"]),
-        ),
-        "layer_types",
-    );
-    refused(
-        &with("quantization_config", json!({ "quant_method": "gptq" })),
-        "gptq",
-    );
-    for name in [
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_size",
-    ] {
+    refused(&with("layer_types", json!(["full_attention", "sliding_attention"])), "layer_types");
+    refused(&with("quantization_config", json!({ "quant_method": "gptq" })), "gptq");
+    for name in ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"] {
         refused(&without(name), name);
-        for value in [
-            json!(0),
-            json!(-1),
-            json!(1.5),
-            json!(1u64 << 40),
-            json!("64"),
-            json!(u64::MAX),
-        ] {
+        for value in [json!(0), json!(-1), json!(1.5), json!(1u64 << 40), json!("64"), json!(u64::MAX)] {
             let error = ModelSpec::from_config(&with(name, value), None).expect_err(name);
             assert!(error.to_string().starts_with("expected "), "{error}");
         }
     }
     refused(&without("model_type"), "model_type");
-    refused(
-        &with("num_key_value_heads", json!(3)),
-        "divides the 4 attention heads, got 3",
-    );
+    refused(&with("num_key_value_heads", json!(3)), "divides the 4 attention heads, got 3");
     refused(&with("head_dim", json!(15)), "even head dimension");
     refused(&with("rms_norm_eps", json!(-1.0)), "epsilon");
     refused(&with("rope_theta", json!(0)), "rotary base");
-    refused(
-        &with("eos_token_id", json!(320)),
-        "eos token id below the vocabulary size 320, got 320",
-    );
+    refused(&with("eos_token_id", json!(320)), "eos token id below the vocabulary size 320, got 320");
     refused(&with("bos_token_id", json!(-1)), "bos_token_id");
     refused(&json!([]), "JSON object");
 }
@@ -228,61 +125,22 @@ fn a_model_is_made_from_parts() {
     let (embed, norm) = (zeros(320 * 64 * 2), zeros(64 * 4));
     let config = std::fs::read_to_string(golden("llama.json")).expect("golden file");
     let tensors = vec![
-        (
-            "embed_tokens.weight".to_owned(),
-            HostType::BF16.into(),
-            vec![320, 64],
-            embed.as_slice(),
-        ),
-        (
-            "model.norm.weight".to_owned(),
-            HostType::F32.into(),
-            vec![64],
-            norm.as_slice(),
-        ),
+        ("embed_tokens.weight".to_owned(), HostType::BF16.into(), vec![320, 64], embed.as_slice()),
+        ("model.norm.weight".to_owned(), HostType::F32.into(), vec![64], norm.as_slice()),
     ];
-    let model = ModelFile::from_parts(&config, None, None, Some(TOKENIZER_CONFIG), tensors)
-        .expect("a model");
+    let model = ModelFile::from_parts(&config, None, None, Some(TOKENIZER_CONFIG), tensors).expect("a model");
     assert!(model.tokenizer.is_none());
-    assert_eq!(
-        model
-            .tensors
-            .matrix("model.embed_tokens.weight", 320, 64)
-            .expect("a matrix")
-            .dtype,
-        HostType::BF16
-    );
-    assert_eq!(
-        model.tensors.vector("norm.weight").expect("a vector"),
-        vec![0.0; 64]
-    );
+    assert_eq!(model.tensors.matrix("model.embed_tokens.weight", 320, 64).expect("a matrix").dtype, HostType::BF16);
+    assert_eq!(model.tensors.vector("norm.weight").expect("a vector"), vec![0.0; 64]);
     assert!(model.tensors.has("norm.weight") && !model.tensors.has("lm_head.weight"));
     let chat = model.chat_template.expect("a template");
     let messages = json!([{ "role": "user", "content": "Hi" }]);
-    assert_eq!(
-        chat.render(&messages, false).expect("a prompt"),
-        "<s>Hi</s>"
-    );
+    assert_eq!(chat.render(&messages, false).expect("a prompt"), "<s>Hi</s>");
 
-    let short = vec![(
-        "a".to_owned(),
-        HostType::F32.into(),
-        vec![320, 64],
-        embed.as_slice(),
-    )];
-    let error = ModelFile::from_parts(&config, None, None, None, short)
-        .expect_err("too few bytes")
-        .to_string();
-    assert!(
-        error.starts_with("tensor a: expected the bytes of"),
-        "{error}"
-    );
-    let head = vec![(
-        "fc.weight".to_owned(),
-        HostType::F32.into(),
-        vec![8, 8],
-        &norm[..],
-    )];
+    let short = vec![("a".to_owned(), HostType::F32.into(), vec![320, 64], embed.as_slice())];
+    let error = ModelFile::from_parts(&config, None, None, None, short).expect_err("too few bytes").to_string();
+    assert!(error.starts_with("tensor a: expected the bytes of"), "{error}");
+    let head = vec![("fc.weight".to_owned(), HostType::F32.into(), vec![8, 8], &norm[..])];
     let head = Checkpoint::from_parts("{\"bias\": false}", head).expect("a checkpoint");
     assert_eq!(head.config["bias"], false);
     assert_eq!(head.tensors.shape("fc.weight"), Some(&[8, 8][..]));
@@ -294,10 +152,7 @@ fn paths_that_hold_no_model_are_explained() {
     std::fs::create_dir_all(&folder).expect("a folder");
     let refused = |path: &Path, expected: &[&str]| {
         let error = ModelFile::open(path).expect_err("a refusal").to_string();
-        assert!(
-            expected.iter().all(|expected| error.contains(expected)),
-            "expected {expected:?} in {error}"
-        );
+        assert!(expected.iter().all(|expected| error.contains(expected)), "expected {expected:?} in {error}");
     };
     refused(&folder.join("nothing"), &["no such file or folder"]);
     refused(&folder, &["config.json", "hint:"]);
@@ -312,185 +167,4 @@ fn paths_that_hold_no_model_are_explained() {
     std::fs::write(folder.join("generation_config.json"), b"{").expect("a file");
     refused(&folder, &["generation_config.json", "expected JSON"]);
     std::fs::remove_dir_all(&folder).expect("gone");
-}
-
-fn template(source: &str) -> ChatTemplate {
-    ChatTemplate::new(
-        source,
-        SpecialTexts {
-            bos: Some("<s>".to_owned()),
-            eos: Some("</s>".to_owned()),
-        },
-    )
-}
-
-fn hello() -> Value {
-    json!([{ "role": "system", "content": "Be <brief>." }, { "role": "user", "content": "Hi" }])
-}
-
-fn rendered(source: &str) -> Result<String, EngineError> {
-    template(source).render(&hello(), true)
-}
-
-#[test]
-fn templates_render_as_in_hugging_face() {
-    let chatml = "{%- for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + message.content + '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n";
-    let expected = "<|im_start|>system\nBe <brief>.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n";
-    assert_eq!(rendered(chatml).expect("a prompt"), expected);
-    let cases = [
-        ("{% if true %}\nx\n  {% endif %}\ny\n", "x\ny"),
-        ("{{ bos_token }}{{ eos_token }}{{ missing }}", "<s></s>"),
-        (
-            "{{ messages[0] | tojson }}",
-            "{\"role\": \"system\", \"content\": \"Be <brief>.\"}",
-        ),
-        (
-            "{{ ['é', 1, none, true] | tojson }}",
-            "[\"é\", 1, null, true]",
-        ),
-        (
-            "{{ {'b': 1, 'a': [2]} | tojson(indent=2) }}",
-            "{\n  \"b\": 1,\n  \"a\": [\n    2\n  ]\n}",
-        ),
-        (
-            "{{ messages[1:] | length }}{{ messages[-1]['content'].strip().upper() }}",
-            "1HI",
-        ),
-        (
-            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-            "2",
-        ),
-        (
-            "{{ 'a</think>b'.split('</think>')[-1].lstrip('\\n') }}",
-            "b",
-        ),
-        (
-            "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
-            "user",
-        ),
-        (
-            "{% if tools is none and documents is not defined or true %}{{ strftime_now('%Y')|length }}{% endif %}",
-            "4",
-        ),
-        ("a{% generation %}b{%- endgeneration -%} c", "abc"),
-        (
-            "{% for k, v in messages[1].items() %}{{ k }}={{ v }};{% endfor %}",
-            "role=user;content=Hi;",
-        ),
-    ];
-    for (source, expected) in cases {
-        assert_eq!(rendered(source).expect(source), expected, "{source}");
-    }
-    let parts = json!([{ "role": "user", "content": [{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }] }]);
-    assert_eq!(
-        template("{{ messages[0].content }}")
-            .render(&parts, false)
-            .expect("a prompt"),
-        "ab"
-    );
-}
-
-#[test]
-fn messages_and_templates_that_do_not_fit_are_errors() {
-    let plain = template("{{ messages[0].content }}");
-    let cases = [
-        (json!([]), "at least one message"),
-        (json!("hi"), "a list of messages"),
-        (json!([1]), "message 0: expected an object"),
-        (json!([{ "content": "x" }]), "message 0: expected a role"),
-        (
-            json!([{ "role": "user" }]),
-            "message 0: expected a text as content",
-        ),
-        (
-            json!([{ "role": "user", "content": [{ "type": "image_url" }] }]),
-            "parts of type text",
-        ),
-    ];
-    for (messages, expected) in cases {
-        let error = plain.render(&messages, true).expect_err(expected);
-        assert!(matches!(error, EngineError::Request(_)), "{error:?}");
-        assert!(error.to_string().contains(expected), "{error}");
-    }
-    let error = rendered("{{ raise_exception('roles must alternate') }}")
-        .expect_err("an exception")
-        .to_string();
-    assert!(error.contains("roles must alternate"), "{error}");
-    let error = rendered("{% if %}").expect_err("a syntax error");
-    assert!(matches!(error, EngineError::Model(_)), "{error:?}");
-    assert!(error.to_string().contains("chat template"), "{error}");
-}
-
-#[test]
-fn hc_106_code_in_a_chat_template_does_not_run() {
-    let payloads = [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__.__base__.__subclasses__()[132].__init__.__globals__['popen']('id').read() }}",
-        "{{ self.__init__.__globals__.__builtins__.__import__('os').popen('id').read() }}",
-        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-        "{{ lipsum.__globals__['os'].popen('id').read() }}",
-        "{{ namespace.__init__.__globals__ }}{{ raise_exception.__globals__['x'] }}",
-        "{% include '/etc/passwd' %}",
-        "{% include '../../../../etc/passwd' %}",
-        "{% import 'os' as os %}{{ os.system('id') }}",
-        "{% from 'os' import popen %}{{ popen('id') }}",
-        "{% extends '/etc/passwd' %}",
-        "{{ open('/etc/passwd').read() }}",
-        "{{ __import__('os').system('id') }}",
-        "{{ eval('1+1') }}{{ exec('x') }}",
-        "{{ get_template('/etc/passwd') }}",
-    ];
-    for payload in payloads {
-        match rendered(payload) {
-            Err(error) => assert!(
-                matches!(error, EngineError::Request(_) | EngineError::Model(_)),
-                "{error:?}"
-            ),
-            Ok(text) => assert!(
-                !text.contains("uid=") && !text.contains("root:"),
-                "{payload}: {text}"
-            ),
-        }
-    }
-    assert_eq!(
-        rendered("{{ messages.__class__ }}{{ ''.__dict__ }}").expect("nothing"),
-        ""
-    );
-}
-
-#[test]
-fn hc_106_templates_that_never_end_or_grow_are_stopped() {
-    let long = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
-    let payloads = [
-        long,
-        "{% set ns = namespace(t='xxxxxxxxxxxxxxxx') %}{% for i in range(64) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t|length }}",
-        "{% set ns = namespace(t='xxxxxxxxxxxxxxxx') %}{% for i in range(64) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t|length }}",
-        "{{ ('x' * 90000000) ~ ('x' * 90000000) }}",
-        "{{ range(999999999999) | list | length }}",
-        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-        "{% include 'chat' %}",
-        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-        "{{ '%999999999d' | format(1) }}",
-        "{% for i in range(100000) %}{{ 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx' * 1000 }}{% endfor %}",
-    ];
-    for payload in payloads {
-        let started = std::time::Instant::now();
-        assert!(rendered(payload).is_err(), "{payload}");
-        assert!(started.elapsed().as_secs() < 10, "{payload}");
-    }
-    let deep = format!(
-        "{}{}",
-        "{% if true %}".repeat(5000),
-        "{% endif %}".repeat(5000)
-    );
-    assert!(rendered(&deep).is_err());
-    assert!(
-        rendered(&format!(
-            "{{{{ {}1{} }}}}",
-            "(".repeat(5000),
-            ")".repeat(5000)
-        ))
-        .is_err()
-    );
-    assert!(rendered(&"x".repeat(2 << 20)).is_err());
 }

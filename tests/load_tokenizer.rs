@@ -8,9 +8,7 @@ use slipstream_engine::request::TokenId;
 use slipstream_engine::text::TextStream;
 
 fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../tests/golden/tokenizer")
-        .join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/tokenizer").join(name)
 }
 
 fn json(name: &str) -> Value {
@@ -26,17 +24,13 @@ fn ids(value: &Value) -> Vec<Vec<TokenId>> {
 }
 
 fn from_json(name: &str) -> Tokenizer {
-    Tokenizer::from_json(&std::fs::read(golden(&format!("{name}.json"))).expect("golden file"))
-        .expect(name)
+    Tokenizer::from_json(&std::fs::read(golden(&format!("{name}.json"))).expect("golden file")).expect(name)
 }
 
 /// Text by way of the table, as a stream shows it.
 fn streamed(tokenizer: &Tokenizer, tokens: &[TokenId]) -> String {
     let mut stream = TextStream::new(tokenizer.table(), [].into());
-    let mut text: String = tokens
-        .iter()
-        .map(|token| stream.push(*token, true).text)
-        .collect();
+    let mut text: String = tokens.iter().map(|token| stream.push(*token, true).text).collect();
     text.push_str(&stream.finish());
     text
 }
@@ -45,11 +39,7 @@ fn check(name: &str, tokenizer: &Tokenizer) {
     let expected = json(&format!("{name}.expected.json"));
     let texts = texts();
     for (text, expected) in texts.iter().zip(ids(&expected["ids"])) {
-        assert_eq!(
-            tokenizer.encode(text, false).expect(text),
-            expected,
-            "{name}: {text:?}"
-        );
+        assert_eq!(tokenizer.encode(text, false).expect(text), expected, "{name}: {text:?}");
     }
     let Value::Array(decoded) = &expected["decoded"] else {
         return;
@@ -57,31 +47,16 @@ fn check(name: &str, tokenizer: &Tokenizer) {
     for ((text, tokens), decoded) in texts.iter().zip(ids(&expected["ids"])).zip(decoded) {
         let decoded = decoded.as_str().unwrap_or(text);
         assert_eq!(streamed(tokenizer, &tokens), decoded, "{name}: {text:?}");
-        assert_eq!(
-            tokenizer.decode(&tokens).expect(text),
-            decoded,
-            "{name}: {text:?}"
-        );
+        assert_eq!(tokenizer.decode(&tokens).expect(text), decoded, "{name}: {text:?}");
     }
     for (text, expected) in texts.iter().zip(ids(&expected["special"])) {
-        assert_eq!(
-            tokenizer.encode(text, true).expect(text),
-            expected,
-            "{name}: {text:?}"
-        );
+        assert_eq!(tokenizer.encode(text, true).expect(text), expected, "{name}: {text:?}");
     }
 }
 
 #[test]
 fn tokenizer_json_gives_the_ids_of_hugging_face() {
-    for name in [
-        "gpt-2",
-        "smollm",
-        "qwen2",
-        "llama-bpe",
-        "sentencepiece",
-        "metaspace",
-    ] {
+    for name in ["gpt-2", "smollm", "qwen2", "llama-bpe", "sentencepiece", "metaspace"] {
         check(name, &from_json(name));
     }
 }
@@ -95,30 +70,22 @@ fn gguf_metadata_gives_the_ids_of_the_original_tokenizer() {
         check(name, &tokenizer);
         let original = from_json(name);
         assert_eq!(tokenizer.vocab_size(), original.vocab_size());
-        let differing = (0..tokenizer.vocab_size() as TokenId)
-            .find(|id| tokenizer.token_text(*id) != original.token_text(*id));
+        let differing =
+            (0..tokenizer.vocab_size() as TokenId).find(|id| tokenizer.token_text(*id) != original.token_text(*id));
         assert_eq!(differing, None, "{name}");
         assert_eq!(*tokenizer.table().bytes, *original.table().bytes, "{name}");
-        assert_eq!(
-            tokenizer.table().special,
-            original.table().special,
-            "{name}"
-        );
+        assert_eq!(tokenizer.table().special, original.table().special, "{name}");
     }
 }
 
 #[test]
 fn special_tokens_are_parsed_and_left_out_of_text() {
     let tokenizer = from_json("gpt-2");
-    let end = tokenizer
-        .special_token_id("<|im_end|>")
-        .expect("a special token");
+    let end = tokenizer.special_token_id("<|im_end|>").expect("a special token");
     let call = tokenizer.token_id("<tool_call>").expect("an added token");
     assert_eq!(tokenizer.special_token_id("<tool_call>"), None);
     assert_eq!(tokenizer.token_text(end), Some("<|im_end|>"));
-    let tokens = tokenizer
-        .encode("<|im_end|><tool_call>", false)
-        .expect("ids");
+    let tokens = tokenizer.encode("<|im_end|><tool_call>", false).expect("ids");
     assert_eq!(tokens, [end, call]);
     assert_eq!(streamed(&tokenizer, &tokens), "<tool_call>");
     assert_eq!(tokenizer.token_text(u32::MAX), None);
@@ -137,6 +104,9 @@ fn any_tokens_read_as_the_crate_decodes_them() {
     }
 }
 
+/// Something done to a valid `tokenizer.json`.
+type Change = Box<dyn Fn(&mut Value)>;
+
 #[test]
 fn hostile_tokenizers_are_refused_and_never_panic() {
     let good = json("gpt-2.json");
@@ -145,27 +115,15 @@ fn hostile_tokenizers_are_refused_and_never_panic() {
         change(&mut value);
         Tokenizer::from_json(&serde_json::to_vec(&value).expect("JSON"))
     };
-    let cases: Vec<(&str, Box<dyn Fn(&mut Value)>)> = vec![
-        (
-            "WordPiece",
-            Box::new(|value| value["model"]["type"] = "WordPiece".into()),
-        ),
-        (
-            "dropout",
-            Box::new(|value| value["model"]["dropout"] = 0.1.into()),
-        ),
-        (
-            "continuing_subword_prefix",
-            Box::new(|value| value["model"]["continuing_subword_prefix"] = "é".into()),
-        ),
-        (
-            "end_of_word_suffix",
-            Box::new(|value| value["model"]["end_of_word_suffix"] = "</w>".into()),
-        ),
+    let cases: Vec<(&str, Change)> = vec![
+        ("WordPiece", Box::new(|value| value["model"]["type"] = "WordPiece".into())),
+        ("dropout", Box::new(|value| value["model"]["dropout"] = 0.1.into())),
+        ("continuing_subword_prefix", Box::new(|value| value["model"]["continuing_subword_prefix"] = "é".into())),
+        ("end_of_word_suffix", Box::new(|value| value["model"]["end_of_word_suffix"] = "</w>".into())),
         (
             "tokenizer",
             Box::new(|value| {
-                value["model"]["merges"] = serde_json::json!([["a", "zzzzzzzzzzzzzzzz"]])
+                value["model"]["merges"] = serde_json::json!([["a", "zzzzzzzzzzzzzzzz"]]);
             }),
         ),
         (
@@ -175,15 +133,13 @@ fn hostile_tokenizers_are_refused_and_never_panic() {
                 value["model"]["vocab"]["far"] = 4_000_000_000_u32.into();
             }),
         ),
-        (
-            "added token",
-            Box::new(|value| value["added_tokens"][0]["id"] = 77.into()),
-        ),
+        ("added token", Box::new(|value| value["added_tokens"][0]["id"] = 77.into())),
         (
             "decoder",
-            Box::new(
-                |value| value["decoder"] = serde_json::json!({ "type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true }),
-            ),
+            Box::new(|value| {
+                value["decoder"] =
+                    serde_json::json!({ "type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true })
+            }),
         ),
         (
             "tokenizer",
@@ -207,14 +163,7 @@ fn hostile_tokenizers_are_refused_and_never_panic() {
     });
     assert!(longest.is_err());
     let deep = "[".repeat(10_000);
-    for bytes in [
-        &b""[..],
-        b"{}",
-        b"[]",
-        b"\xff\xfe",
-        deep.as_bytes(),
-        b"{\"model\":{\"type\":\"BPE\"}}",
-    ] {
+    for bytes in [&b""[..], b"{}", b"[]", b"\xff\xfe", deep.as_bytes(), b"{\"model\":{\"type\":\"BPE\"}}"] {
         assert!(Tokenizer::from_json(bytes).is_err());
     }
     let whole = serde_json::to_vec(&good).expect("JSON");
@@ -243,23 +192,9 @@ fn the_demo_model_gives_the_ids_of_its_original_tokenizer() {
          <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     );
     for layer in 0..30 {
-        let q = model.tensors.matrix(
-            &format!("model.layers.{layer}.self_attn.q_proj.weight"),
-            576,
-            576,
-        );
-        assert_eq!(
-            q.expect("q").order,
-            slipstream_kernels::RowOrder::Interleaved(64)
-        );
-        assert_eq!(
-            model
-                .tensors
-                .vector(&format!("layers.{layer}.input_layernorm.weight"))
-                .expect("norm")
-                .len(),
-            576
-        );
+        let q = model.tensors.matrix(&format!("model.layers.{layer}.self_attn.q_proj.weight"), 576, 576);
+        assert_eq!(q.expect("q").order, slipstream_kernels::RowOrder::Interleaved(64));
+        assert_eq!(model.tensors.vector(&format!("layers.{layer}.input_layernorm.weight")).expect("norm").len(), 576);
     }
     assert_eq!(model.tensors.names().len(), 272);
 }

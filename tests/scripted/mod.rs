@@ -2,8 +2,9 @@
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
 
-use slipstream_engine::batch::{Batch, Settled, Work};
+use slipstream_engine::batch::{Batch, Progress, Settled, Work};
 use slipstream_engine::cycle::Cycle;
 use slipstream_engine::draft::{Drafter, Observed};
 use slipstream_engine::kv::KvManager;
@@ -90,7 +91,7 @@ impl Target for ScriptedTarget {
 
     fn move_kv(&mut self, moves: &[SlotMove]) {
         for SlotMove { from, to } in moves {
-            self.slots[to.0 as usize] = self.slots[from.0 as usize].map(|(position, token)| (position, token));
+            self.slots[to.0 as usize] = self.slots[from.0 as usize];
         }
     }
 }
@@ -98,35 +99,39 @@ impl Target for ScriptedTarget {
 /// A drafter whose right path has a prescribed length, among wrong siblings.
 pub struct ScriptedDrafter {
     /// How many nodes of the right path it knows in its n-th tree.
-    pub num_right: Box<dyn Fn(usize) -> usize + Send>,
+    pub right_nodes: Box<dyn Fn(usize) -> usize + Send>,
     /// Wrong children before and after the right one, on every level.
-    pub num_wrong: usize,
+    pub wrong_children: usize,
     pub num_trees: usize,
 }
 
 impl ScriptedDrafter {
     pub fn oracle(depth: usize) -> Self {
-        Self { num_right: Box::new(move |_| depth), num_wrong: 0, num_trees: 0 }
+        Self { right_nodes: Box::new(move |_| depth), wrong_children: 0, num_trees: 0 }
     }
 
     pub fn liar() -> Self {
-        Self { num_right: Box::new(|_| 0), num_wrong: 3, num_trees: 0 }
+        Self { right_nodes: Box::new(|_| 0), wrong_children: 3, num_trees: 0 }
     }
 
     pub fn script(num_right: Vec<usize>, num_wrong: usize) -> Self {
-        Self { num_right: Box::new(move |index| num_right[index % num_right.len()]), num_wrong, num_trees: 0 }
+        Self {
+            right_nodes: Box::new(move |index| num_right[index % num_right.len()]),
+            wrong_children: num_wrong,
+            num_trees: 0,
+        }
     }
 
     fn grow(&mut self, tokens: &[TokenId]) -> DraftTree {
         let mut tree = DraftTree::root_only(*tokens.last().expect("a root"));
         let mut text = tokens.to_vec();
         let mut node = NodeId::ROOT;
-        let num_right = (self.num_right)(self.num_trees);
+        let num_right = (self.right_nodes)(self.num_trees);
         self.num_trees += 1;
         for level in 0..=num_right {
             let right = next_token(text.iter().copied());
             let score = tree.score(node) - 0.01;
-            for wrong in 0..self.num_wrong {
+            for wrong in 0..self.wrong_children {
                 let token = (right + 1 + wrong as u32) % VOCAB;
                 let below = tree.push(node, token, score - 0.001 * wrong as f32);
                 tree.push(below, right, score - 0.1);
@@ -159,6 +164,9 @@ impl Drafter<()> for ScriptedDrafter {
 
     fn observe(&mut self, observed: &Observed<'_, ()>, kv: &KvManager) {
         for (entry, acceptance) in observed.batch.entries.iter().zip(observed.acceptances) {
+            if entry.settles && acceptance.next.is_none() {
+                continue;
+            }
             let computed = entry.root_position() + 1 + acceptance.path.len() as u32;
             assert_eq!(kv.computed(entry.request.id), computed, "the path is committed before it is observed");
         }
@@ -182,13 +190,14 @@ impl<C: Cycle> DelayedCycle<C> {
 
     fn resolve(&self, batch: &mut Batch) {
         for entry in &mut batch.entries {
-            if entry.work == Work::OnDevice {
-                let (start, token) = self.roots[&entry.request.id];
+            if entry.work == Work::OnDevice
+                && let Some((start, token)) = self.roots.get(&entry.request.id).copied()
+            {
                 entry.work = Work::Known { start, token_ids: vec![token] };
             }
         }
-        // A device leaves a row inert that would lie past its request's end.
-        batch.entries.retain(|entry| entry.root_position() + 1 < entry.request.max_len);
+        // A device leaves a row inert that would lie past its request's end, or whose request has failed.
+        batch.entries.retain(|entry| entry.work != Work::OnDevice && entry.root_position() + 1 < entry.request.max_len);
     }
 }
 
@@ -204,15 +213,17 @@ impl<C: Cycle> Cycle for DelayedCycle<C> {
         self.inner.submit(batch);
         let mut settled = self.inner.collect(kv);
         for one in &settled {
-            if let Ok(progress) = &one.outcome
-                && let Some(token) = progress.token_ids.last()
-            {
-                self.roots.insert(one.request, (progress.computed, *token));
+            match &one.outcome {
+                Ok(progress) => {
+                    let root = progress.token_ids.last().map(|token| (progress.computed, *token));
+                    self.roots.extend(root.map(|root| (one.request, root)));
+                }
+                Err(_) => drop(self.roots.remove(&one.request)),
             }
         }
         for request in requests {
             if !settled.iter().any(|one| one.request == request) {
-                let progress = Default::default();
+                let progress = Progress::default();
                 settled.push(Settled { request, outcome: Ok(progress) });
             }
         }
@@ -227,32 +238,39 @@ impl<C: Cycle> Cycle for DelayedCycle<C> {
 
 /// A sink that keeps what it gets, shared with the test.
 #[derive(Clone, Default)]
-pub struct Kept(std::sync::Arc<std::sync::Mutex<(Vec<Emitted>, Option<Finish>, bool)>>);
+pub struct Kept(Arc<Mutex<Contents>>);
+
+#[derive(Default)]
+struct Contents {
+    tokens: Vec<Emitted>,
+    finish: Option<Finish>,
+    is_closed: bool,
+}
 
 impl Kept {
     pub fn tokens(&self) -> Vec<TokenId> {
-        self.0.lock().expect("not poisoned").0.iter().map(|emitted| emitted.token).collect()
+        self.0.lock().expect("not poisoned").tokens.iter().map(|emitted| emitted.token).collect()
     }
 
     pub fn finish(&self) -> Option<Finish> {
-        self.0.lock().expect("not poisoned").1.clone()
+        self.0.lock().expect("not poisoned").finish.clone()
     }
 
     pub fn close(&self) {
-        self.0.lock().expect("not poisoned").2 = true;
+        self.0.lock().expect("not poisoned").is_closed = true;
     }
 }
 
 impl TokenSink for Kept {
     fn emit(&mut self, tokens: &[Emitted], finish: Option<Finish>) -> Result<(), Closed> {
         let mut kept = self.0.lock().expect("not poisoned");
-        assert!(kept.1.is_none(), "nothing follows an end");
-        kept.0.extend_from_slice(tokens);
-        kept.1 = finish;
-        if kept.2 { Err(Closed) } else { Ok(()) }
+        assert!(kept.finish.is_none(), "nothing follows an end");
+        kept.tokens.extend_from_slice(tokens);
+        kept.finish = finish;
+        if kept.is_closed { Err(Closed) } else { Ok(()) }
     }
 
     fn is_closed(&self) -> bool {
-        self.0.lock().expect("not poisoned").2
+        self.0.lock().expect("not poisoned").is_closed
     }
 }

@@ -152,12 +152,12 @@ impl Engine {
         Ok(Self { handle, limits, tokenizer, chat_template, table, info, built: Instant::now() })
     }
 
+    /// Starts a request.
     #[pyo3(signature = (prompt, params))]
     fn submit(&self, prompt: Vec<u32>, params: &SamplingParams) -> PyResult<TokenStream> {
         self.handle.check_process()?;
         let id = self.handle.next_request();
-        let request =
-            self.limits.request(id, prompt, params.inner.clone()).map_err(|error| raise(&error))?;
+        let request = self.limits.request(id, prompt, params.inner.clone()).map_err(|error| raise(&error))?;
         let (writer, reader) = TokenLog::open(request.max_len - request.prompt.len() as u32);
         let times = Arc::new(Times::default());
         let sink = Box::new(TimedSink::new(writer, Arc::clone(&times)));
@@ -166,6 +166,7 @@ impl Engine {
         Ok(TokenStream::new(shared, reader, Arc::clone(&self.table), times, Arc::clone(&self.handle)))
     }
 
+    /// Token ids of a text.
     #[pyo3(signature = (text, *, add_special=true))]
     fn encode(&self, py: Python<'_>, text: &str, add_special: bool) -> PyResult<Vec<u32>> {
         let tokenizer = self.tokenizer()?;
@@ -178,6 +179,7 @@ impl Engine {
         self.tokenizer()?.decode(&token_ids).map_err(|error| raise(&error))
     }
 
+    /// A chat as the text that the model was made for.
     #[pyo3(signature = (messages_json, *, add_generation_prompt=true))]
     fn render_chat(&self, messages_json: &str, add_generation_prompt: bool) -> PyResult<String> {
         let Some(template) = &self.chat_template else {
@@ -191,18 +193,22 @@ impl Engine {
         template.render(&messages, add_generation_prompt).map_err(|error| raise(&error))
     }
 
+    /// Whether the model brought a chat template.
     #[getter]
     fn has_chat_template(&self) -> bool {
         self.chat_template.is_some()
     }
+    /// Number of tokens that can be drawn.
     #[getter]
     fn vocab_size(&self) -> u32 {
         self.limits.num_tokens
     }
+    /// Most tokens of a request, prompt included.
     #[getter]
     fn max_context(&self) -> u32 {
         self.limits.max_context.min(self.limits.num_slots)
     }
+    /// Tokens that end the text.
     #[getter]
     fn eos_token_ids(&self) -> Vec<u32> {
         self.limits.eos_token_ids.clone()

@@ -17,10 +17,13 @@ pub(crate) struct SamplingParams {
 }
 
 fn wrong(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyErr {
-    let shown = value.repr().map_or_else(|_| "something unprintable".to_owned(), |text| {
-        let text = text.to_string();
-        if text.chars().count() > 80 { text.chars().take(80).chain("...".chars()).collect() } else { text }
-    });
+    let shown = value.repr().map_or_else(
+        |_| "something unprintable".to_owned(),
+        |text| {
+            let text = text.to_string();
+            if text.chars().count() > 80 { text.chars().take(80).chain("...".chars()).collect() } else { text }
+        },
+    );
     raise(&EngineError::request(format!("expected {name} to be {expected}, got {shown}")))
 }
 
@@ -42,7 +45,8 @@ fn is_integral(value: &Bound<'_, PyAny>) -> bool {
 }
 
 fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
-    let is_number = value.is_instance_of::<PyFloat>() || is_integral(value) || value.hasattr("__float__").unwrap_or(false);
+    let is_number =
+        value.is_instance_of::<PyFloat>() || is_integral(value) || value.hasattr("__float__").unwrap_or(false);
     if value.is_instance_of::<PyBool>() || value.is_instance_of::<PyString>() || !is_number {
         return Err(wrong(name, "a number", value));
     }
@@ -120,7 +124,8 @@ fn read(params: &mut EngineParams, name: &str, value: &Bound<'_, PyAny>) -> PyRe
         "presence_penalty" => params.presence_penalty = number(name, value)?,
         "frequency_penalty" => params.frequency_penalty = number(name, value)?,
         "logit_bias" => {
-            let mapping = value.cast::<PyMapping>().map_err(|_| wrong(name, "a mapping of token ids to numbers", value))?;
+            let mapping =
+                value.cast::<PyMapping>().map_err(|_| wrong(name, "a mapping of token ids to numbers", value))?;
             // By id, so that equal mappings are equal parameters.
             let mut biases = BTreeMap::new();
             for pair in mapping.items()?.iter() {
@@ -167,58 +172,72 @@ impl SamplingParams {
         Ok(Self { inner })
     }
 
+    /// Most tokens written; None is as many as the context holds.
     #[getter]
     fn max_tokens(&self) -> Option<u32> {
         self.inner.max_tokens
     }
+    /// 0 takes the most probable token each time.
     #[getter]
     fn temperature(&self) -> f32 {
         self.inner.temperature
     }
+    /// Keep the k most probable tokens; 0 is off.
     #[getter]
     fn top_k(&self) -> u32 {
         self.inner.top_k
     }
+    /// Keep the smallest set with this probability; 1 is off.
     #[getter]
     fn top_p(&self) -> f32 {
         self.inner.top_p
     }
+    /// Keep tokens with this share of the best one's probability; 0 is off.
     #[getter]
     fn min_p(&self) -> f32 {
         self.inner.min_p
     }
+    /// Where the coins come from; None draws one from the system.
     #[getter]
     fn seed(&self) -> Option<u64> {
         self.inner.seed
     }
+    /// Texts that end the output, and are left out of it.
     #[getter]
     fn stop(&self) -> Vec<String> {
         self.inner.stop.clone()
     }
+    /// Tokens that end the output beside the model's own.
     #[getter]
     fn stop_token_ids(&self) -> Vec<u32> {
         self.inner.stop_token_ids.clone()
     }
+    /// Go on past the model's tokens that end a text.
     #[getter]
     fn ignore_eos(&self) -> bool {
         self.inner.ignore_eos
     }
+    /// Tokens before which nothing ends the output.
     #[getter]
     fn min_tokens(&self) -> u32 {
         self.inner.min_tokens
     }
+    /// Divides positive and multiplies negative logits of tokens that came before; 1 is off.
     #[getter]
     fn repetition_penalty(&self) -> f32 {
         self.inner.repetition_penalty
     }
+    /// Taken from logits of tokens in the output; 0 is off.
     #[getter]
     fn presence_penalty(&self) -> f32 {
         self.inner.presence_penalty
     }
+    /// Taken from logits once for each time in the output; 0 is off.
     #[getter]
     fn frequency_penalty(&self) -> f32 {
         self.inner.frequency_penalty
     }
+    /// Added to single logits.
     #[getter]
     fn logit_bias(&self) -> BTreeMap<u32, f32> {
         self.inner.logit_bias.iter().copied().collect()

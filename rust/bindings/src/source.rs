@@ -59,9 +59,8 @@ impl Source {
     }
 
     fn lend<'a>(parts: &Parts, bytes: &[&'a [u8]]) -> LentTensors<'a> {
-        let lend = |(tensor, bytes): (&Tensor, &&'a [u8])| {
-            (tensor.name.clone(), tensor.dtype, tensor.shape.clone(), *bytes)
-        };
+        let lend =
+            |(tensor, bytes): (&Tensor, &&'a [u8])| (tensor.name.clone(), tensor.dtype, tensor.shape.clone(), *bytes);
         parts.tensors.iter().zip(bytes).map(lend).collect()
     }
 
@@ -194,7 +193,7 @@ impl Drafter {
             DrafterKind::NGram(ngram) => Ok(DrafterFile::NGram(*ngram)),
             DrafterKind::DraftModel { source, num_layers, tree } => {
                 let source = source.get();
-                let file = if source.is_same(target) { None } else { Some(source.open_model(bytes)?) };
+                let file = if source.is_same(target) { None } else { Some(Box::new(source.open_model(bytes)?)) };
                 Ok(DrafterFile::DraftModel { file, num_layers: *num_layers, tree: *tree })
             }
             DrafterKind::Eagle { source, tree } => {
@@ -234,14 +233,7 @@ impl Drafter {
     /// An EAGLE-1/2 head with EAGLE-2's dynamic tree.
     #[staticmethod]
     #[pyo3(signature = (source, *, max_depth=7, top_k=10, max_nodes=60, noise=true, fixed_tree=false))]
-    fn eagle(
-        source: Py<Source>,
-        max_depth: u16,
-        top_k: u16,
-        max_nodes: u16,
-        noise: bool,
-        fixed_tree: bool,
-    ) -> Self {
+    fn eagle(source: Py<Source>, max_depth: u16, top_k: u16, max_nodes: u16, noise: bool, fixed_tree: bool) -> Self {
         let tree = TreeSettings { max_depth, top_k, max_nodes, noise, fixed_tree };
         Self { kind: DrafterKind::Eagle { source, tree } }
     }

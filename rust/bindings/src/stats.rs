@@ -21,59 +21,78 @@ impl Stats {
 
 #[pymethods]
 impl Stats {
+    /// Tokens of the prompt.
     #[getter]
     fn prompt_tokens(&self) -> u64 {
         self.counts.num_prompt_tokens
     }
+    /// Prompt tokens whose keys and values were there already.
     #[getter]
     fn cached_tokens(&self) -> u64 {
         self.counts.num_cached_tokens
     }
+    /// Tokens written.
     #[getter]
     fn tokens(&self) -> u64 {
         self.counts.num_tokens
     }
+    /// Accepted tokens beyond the end of the output, thrown away.
     #[getter]
     fn cut_tokens(&self) -> u64 {
         self.counts.num_cut
     }
+    /// Forward passes that settled tokens.
     #[getter]
     fn steps(&self) -> u64 {
         self.counts.num_steps
     }
+    /// Tokens drafted.
     #[getter]
     fn drafted(&self) -> u64 {
         self.counts.num_drafted
     }
+    /// Drafted tokens accepted.
     #[getter]
     fn accepted(&self) -> u64 {
         self.counts.num_accepted
     }
+    /// How often the request gave up its K/V blocks and began again.
     #[getter]
     fn preemptions(&self) -> u64 {
         self.counts.num_preemptions
     }
+    /// Tokens settled per step, the next token included: at least 1.
     #[getter]
     fn acceptance_length(&self) -> f64 {
         self.counts.acceptance_length()
     }
+    /// Accepted by drafted tokens.
     #[getter]
     fn acceptance_rate(&self) -> f64 {
         self.counts.acceptance_rate()
     }
+    /// Share of the steps that drafted to a depth whose path reached it, depth 1 first.
     #[getter]
     fn per_depth(&self) -> Vec<f64> {
         let accepted = self.counts.accepted_per_depth.iter().chain(std::iter::repeat(&0));
-        self.counts.drafted_per_depth.iter().zip(accepted).map(|(drafted, accepted)| *accepted as f64 / *drafted as f64).collect()
+        self.counts
+            .drafted_per_depth
+            .iter()
+            .zip(accepted)
+            .map(|(drafted, accepted)| *accepted as f64 / *drafted as f64)
+            .collect()
     }
+    /// From submission to the end, or to now.
     #[getter]
     fn seconds(&self) -> f64 {
         self.seconds
     }
+    /// From submission to the first token.
     #[getter]
     fn seconds_to_first_token(&self) -> Option<f64> {
         self.seconds_to_first_token
     }
+    /// All counts by name.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let facts = PyDict::new(py);
         facts.set_item("prompt_tokens", self.prompt_tokens())?;

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use slipstream_engine::request::{FinishReason, Request};
-use slipstream_engine::stream::{Closed, Closer, Emitted, Finish, LoggedToken, TokenLogReader, TokenLogWriter, TokenSink};
+use slipstream_engine::stream::{
+    Closed, Closer, Emitted, Finish, LoggedToken, TokenLogReader, TokenLogWriter, TokenSink,
+};
 use slipstream_engine::text::{TextStream, TokenTable};
 
 use crate::error::raise;
@@ -66,23 +68,28 @@ pub(crate) struct Chunk {
 
 #[pymethods]
 impl Chunk {
+    /// The chunk's text.
     #[getter]
     fn text(&self) -> String {
         self.pieces.iter().map(|(text, _)| text.as_str()).chain([self.rest.as_str()]).collect()
     }
+    /// The chunk's tokens.
     #[getter]
     fn token_ids(&self) -> Vec<u32> {
         self.token_ids.clone()
     }
+    /// How many of the tokens, from the first, were drafted and accepted.
     #[getter]
     fn num_accepted(&self) -> usize {
         self.num_accepted
     }
+    /// The text token by token, and whether the token was drafted and accepted.
     #[getter]
     fn pieces(&self) -> Vec<(String, bool)> {
         let rest = Some((self.rest.clone(), false)).filter(|(text, _)| !text.is_empty());
         self.pieces.iter().cloned().chain(rest).collect()
     }
+    /// "stop", "length" or "cancelled" on the last chunk.
     #[getter]
     fn finish_reason(&self) -> Option<&'static str> {
         self.finish_reason
@@ -141,8 +148,13 @@ impl Reader {
 
     /// The first step in the queue. It carries the end if nothing follows it.
     fn step(&mut self) -> Chunk {
-        let mut chunk =
-            Chunk { pieces: Vec::new(), rest: String::new(), token_ids: Vec::new(), num_accepted: 0, finish_reason: None };
+        let mut chunk = Chunk {
+            pieces: Vec::new(),
+            rest: String::new(),
+            token_ids: Vec::new(),
+            num_accepted: 0,
+            finish_reason: None,
+        };
         let mut is_stopped = false;
         while let Some(token) = self.queue.front().copied() {
             if token.starts_step && !chunk.token_ids.is_empty() {
@@ -219,14 +231,7 @@ impl TokenStream {
             finish: None,
             is_over: false,
         };
-        Self {
-            request,
-            reader: Mutex::new(reader),
-            closer: log.closer(),
-            end: Mutex::new((log, None)),
-            times,
-            handle,
-        }
+        Self { request, reader: Mutex::new(reader), closer: log.closer(), end: Mutex::new((log, None)), times, handle }
     }
 
     /// Waits for the next chunk away from the interpreter, for at most `timeout`.
@@ -287,11 +292,13 @@ impl TokenStream {
         self.closer.close();
     }
 
+    /// The request's number in its engine.
     #[getter]
     fn request_id(&self) -> u64 {
         self.request.id.0
     }
 
+    /// The seed in use.
     #[getter]
     fn seed(&self) -> u64 {
         self.request.seed

@@ -14,7 +14,11 @@ use crate::sampler::Sampler;
 use crate::tree::DraftTree;
 use crate::verify::{Acceptance, Evidence, Verifier};
 
-/// Runs batches. What is submitted may be collected at once or a call later.
+/// Runs batches. What is submitted may be collected at once or a call later: one [`Settled`] for every entry, those of a
+/// request in order. Every entry that does not fail commits once.
+///
+/// Where a root is still on the device, its entry's draft budget was made for the earliest place it can have; whoever
+/// finds it further on leaves out what would lie past the request's end.
 pub trait Cycle {
     /// Takes one step's work.
     fn submit(&mut self, batch: Batch);
@@ -61,7 +65,9 @@ impl<T: Target> HostCycle<T> {
     }
 
     fn run(&mut self, batch: &Batch, kv: &mut KvManager) -> Vec<Settled> {
-        batch.entries.iter().for_each(|entry| self.sampler.admit(&entry.request));
+        for entry in &batch.entries {
+            self.sampler.admit(&entry.request);
+        }
         let trees = self.draft(batch, kv);
         let rows = Rows::flatten(batch, &trees, kv, &self.sampler);
         let forward = self.target.forward(&rows, self.verifier.wants_logits());
@@ -94,6 +100,9 @@ impl<T: Target> HostCycle<T> {
     fn commit(&mut self, batch: &Batch, rows: &Rows, acceptances: &[Acceptance], kv: &mut KvManager) {
         let mut moves: Vec<SlotMove> = Vec::new();
         for ((entry, entry_rows), acceptance) in batch.entries.iter().zip(&rows.entries).zip(acceptances) {
+            if entry.is_failed(acceptance) {
+                continue;
+            }
             let request = entry.request.id;
             moves.extend(kv.moves(request, entry.root_position(), &acceptance.path));
             let path = acceptance.path.iter().map(|node| rows.token_ids[entry_rows.root + node.index()]);
@@ -101,6 +110,13 @@ impl<T: Target> HostCycle<T> {
             kv.commit(request, &token_ids);
         }
         self.target.move_kv(&moves);
+    }
+}
+
+impl Entry {
+    /// Whether there was something to draw and it could not be drawn.
+    fn is_failed(&self, acceptance: &Acceptance) -> bool {
+        self.settles && acceptance.next.is_none()
     }
 }
 
@@ -119,35 +135,37 @@ impl Sampler {
     /// The settled tokens of one entry, appended to its request; or its error.
     fn settle_entry(&mut self, entry: &Entry, tree: &DraftTree, acceptance: &Acceptance) -> Settled {
         let request = entry.request.id;
-        let outcome = self.progress(entry, tree, acceptance);
+        let outcome = progress(entry, tree, acceptance);
         if let Ok(progress) = &outcome {
             self.settle(request, &progress.token_ids);
         }
         Settled { request, outcome }
     }
+}
 
-    fn progress(&self, entry: &Entry, tree: &DraftTree, acceptance: &Acceptance) -> Result<Progress> {
-        if entry.settles && acceptance.next.is_none() {
-            return Err(EngineError::device(format!(
-                "expected finite logits at position {}, got NaN, +inf or no token that may be drawn",
-                entry.root_position() + acceptance.path.len() as u32
-            ))
-            .with_hint("the weights or the sampling parameters of this request leave nothing to draw from"));
-        }
-        Ok(Progress {
-            computed: entry.root_position() + 1 + acceptance.path.len() as u32,
-            token_ids: acceptance.path.iter().map(|node| tree.token(*node)).chain(acceptance.next).collect(),
-            num_accepted: acceptance.path.len() as u16,
-            num_drafted: tree.num_nodes() as u16,
-            tree_depth: tree.max_depth(),
-        })
+fn progress(entry: &Entry, tree: &DraftTree, acceptance: &Acceptance) -> Result<Progress> {
+    if entry.is_failed(acceptance) {
+        return Err(EngineError::device(format!(
+            "expected finite logits at position {}, got NaN, +inf or no token that may be drawn",
+            entry.root_position() + acceptance.path.len() as u32
+        ))
+        .with_hint("the weights or the sampling parameters of this request leave nothing to draw from"));
     }
+    Ok(Progress {
+        computed: entry.root_position() + 1 + acceptance.path.len() as u32,
+        token_ids: acceptance.path.iter().map(|node| tree.token(*node)).chain(acceptance.next).collect(),
+        num_accepted: acceptance.path.len() as u16,
+        num_drafted: tree.num_nodes() as u16,
+        tree_depth: tree.max_depth(),
+    })
 }
 
 impl<T: Target> Cycle for HostCycle<T> {
     fn submit(&mut self, batch: Batch) {
         assert!(self.batch.entries.is_empty(), "a batch is collected before the next is submitted");
-        batch.evicted.iter().for_each(|request| self.drafter.forget(*request));
+        for request in &batch.evicted {
+            self.drafter.forget(*request);
+        }
         self.batch = batch;
     }
 

@@ -117,10 +117,10 @@ mod tests {
     #[test]
     fn message_is_one_sentence_and_a_hint_line() {
         let error = EngineError::request("expected a prompt of at least one token, got none").with_hint("pass text");
+        assert_eq!(error.to_string(), "expected a prompt of at least one token, got none\nhint: pass text");
         assert_eq!(
-            error.to_string(),
-            "expected a prompt of at least one token, got none\nhint: pass text"
+            error.within("chat").to_string().lines().next(),
+            Some("chat: expected a prompt of at least one token, got none")
         );
-        assert_eq!(error.within("chat").to_string().lines().next(), Some("chat: expected a prompt of at least one token, got none"));
     }
 }

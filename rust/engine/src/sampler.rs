@@ -52,7 +52,9 @@ impl Sampler {
         let track = self.tracks.get_mut(&request).expect("a request is admitted before it settles");
         track.tokens.extend_from_slice(token_ids);
         if track.request.params.has_penalties() {
-            token_ids.iter().for_each(|token| count(&mut track.seen, *token));
+            for token in token_ids {
+                count(&mut track.seen, *token);
+            }
         }
     }
 
@@ -69,7 +71,9 @@ impl Sampler {
         };
         let seen = if track.request.params.has_penalties() {
             let mut seen = track.seen.clone();
-            path.iter().for_each(|token| count(&mut seen, *token));
+            for token in path {
+                count(&mut seen, *token);
+            }
             seen.into_values().collect()
         } else {
             Arc::clone(&self.unseen)
@@ -103,12 +107,7 @@ impl Track {
                 seen.insert(*token, Seen { token: *token, in_prompt: true, num_output: 0 });
             }
         }
-        Self {
-            request: Arc::clone(request),
-            controls: Arc::new(controls),
-            tokens: request.prompt.clone(),
-            seen,
-        }
+        Self { request: Arc::clone(request), controls: Arc::new(controls), tokens: request.prompt.clone(), seen }
     }
 }
 

@@ -95,20 +95,17 @@ impl TextStream {
                 Err(error) => {
                     let (valid, after) = rest.split_at(error.valid_up_to());
                     self.held.push_str(&String::from_utf8_lossy(valid));
-                    match error.error_len() {
-                        Some(len) => {
-                            self.held.push(char::REPLACEMENT_CHARACTER);
-                            rest = &after[len..];
-                        }
-                        None => {
-                            rest = after;
-                            if is_last {
-                                self.held.push(char::REPLACEMENT_CHARACTER);
-                                rest = &[];
-                            }
-                            break;
-                        }
+                    if let Some(len) = error.error_len() {
+                        self.held.push(char::REPLACEMENT_CHARACTER);
+                        rest = &after[len..];
+                        continue;
                     }
+                    rest = after;
+                    if is_last && !rest.is_empty() {
+                        self.held.push(char::REPLACEMENT_CHARACTER);
+                        rest = &[];
+                    }
+                    break;
                 }
             }
         }

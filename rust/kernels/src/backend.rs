@@ -132,11 +132,7 @@ pub trait Backend: Send + Sync + 'static {
     type Plan;
 
     /// Packs a matrix made of `parts` stacked by output row. All parts have the same number of columns.
-    fn upload(
-        &self,
-        parts: &[HostMatrix<'_>],
-        storage: Storage,
-    ) -> Result<Self::Weight, WeightError>;
+    fn upload(&self, parts: &[HostMatrix<'_>], storage: Storage) -> Result<Self::Weight, WeightError>;
     /// Uploads a vector.
     fn vector(&self, values: &[f32]) -> Self::Vector;
     /// `[out, in]` of a weight.
@@ -145,23 +141,12 @@ pub trait Backend: Send + Sync + 'static {
     fn weight_bytes(&self, weight: &Self::Weight) -> usize;
 
     /// A zeroed cache of `num_layers` layers and `num_slots` slots; K and V of a slot are `kv_width` wide each.
-    fn cache(
-        &self,
-        num_layers: usize,
-        num_slots: usize,
-        kv_width: usize,
-    ) -> Result<Self::Cache, DeviceError>;
+    fn cache(&self, num_layers: usize, num_slots: usize, kv_width: usize) -> Result<Self::Cache, DeviceError>;
     /// Carries out slot moves in order, in every layer.
     fn move_kv(&self, cache: &mut Self::Cache, moves: &[SlotMove]);
 
     /// Uploads what every layer of a forward shares: `positions[r]`, the slot each row's K/V goes to, and what it sees.
-    fn plan(
-        &self,
-        positions: &[u32],
-        slots: &[Slot],
-        attention: &AttentionPlan,
-        rope: &Rope,
-    ) -> Self::Plan;
+    fn plan(&self, positions: &[u32], slots: &[Slot], attention: &AttentionPlan, rope: &Rope) -> Self::Plan;
 
     /// Number of rows of activations.
     fn rows(&self, x: &Self::Activations) -> usize;
@@ -182,12 +167,7 @@ pub trait Backend: Send + Sync + 'static {
     /// RMS norm of every row.
     fn norm(&self, weight: &Self::Vector, eps: f32, x: &Self::Activations) -> Self::Activations;
     /// `x · weightᵀ (+ bias)`.
-    fn matmul(
-        &self,
-        weight: &Self::Weight,
-        bias: Option<&Self::Vector>,
-        x: &Self::Activations,
-    ) -> Self::Activations;
+    fn matmul(&self, weight: &Self::Weight, bias: Option<&Self::Vector>, x: &Self::Activations) -> Self::Activations;
 
     /// Norm, q/k/v with bias, q/k norm, rotary; K and V of every row go to its slot in `layer` of `cache`. Returns the
     /// queries, `[rows, heads * head_dim]`.
@@ -217,10 +197,5 @@ pub trait Backend: Send + Sync + 'static {
     /// The `k` best tokens of every row, best first, ties by lower id. With `draws`, by logits under the row's controls
     /// plus its noise (shared noise, see [`crate::draw`]); without, by plain logits. Fewer than `k` where fewer tokens are possible; none
     /// where a logit is not finite.
-    fn rank(
-        &self,
-        logits: &Self::Activations,
-        draws: Option<&[Draw]>,
-        k: usize,
-    ) -> Vec<Vec<Ranked>>;
+    fn rank(&self, logits: &Self::Activations, draws: Option<&[Draw]>, k: usize) -> Vec<Vec<Ranked>>;
 }

@@ -36,17 +36,13 @@ pub fn block_bytes(dtype: HostType) -> usize {
 pub fn dequantize(dtype: HostType, bytes: &[u8], out: &mut [f32]) {
     let (len, size) = (block_len(dtype), block_bytes(dtype));
     assert!(
-        out.len().is_multiple_of(len)
-            && bytes.len().is_multiple_of(size)
-            && out.len() / len == bytes.len() / size,
+        out.len().is_multiple_of(len) && bytes.len().is_multiple_of(size) && out.len() / len == bytes.len() / size,
         "{} bytes of {dtype:?} do not hold {} elements",
         bytes.len(),
         out.len()
     );
     let expand: fn(&[u8], &mut [f32]) = match dtype {
-        HostType::F32 => {
-            |block, out| out[0] = f32::from_le_bytes([block[0], block[1], block[2], block[3]])
-        }
+        HostType::F32 => |block, out| out[0] = f32::from_le_bytes([block[0], block[1], block[2], block[3]]),
         HostType::F16 => |block, out| out[0] = half_at(block, 0),
         HostType::BF16 => |block, out| out[0] = bf16::from_le_bytes([block[0], block[1]]).to_f32(),
         HostType::Q8_0 => q8_0,
@@ -76,11 +72,7 @@ fn q8_0(block: &[u8], out: &mut [f32]) {
 
 /// Low nibbles are the first half of a block of 32, high nibbles the second.
 fn nibble(quants: &[u8], i: usize) -> u8 {
-    if i < 16 {
-        quants[i] & 0x0f
-    } else {
-        quants[i - 16] >> 4
-    }
+    if i < 16 { quants[i] & 0x0f } else { quants[i - 16] >> 4 }
 }
 
 fn fifth_bit(block: &[u8], offset: usize, i: usize) -> u8 {
@@ -123,10 +115,7 @@ fn scale_and_min(packed: &[u8], i: usize) -> (f32, f32) {
         (packed[i] & 0x3f, packed[i + 4] & 0x3f)
     } else {
         let shared = packed[i + 4];
-        (
-            (shared & 0x0f) | ((packed[i - 4] >> 2) & 0x30),
-            (shared >> 4) | ((packed[i] >> 2) & 0x30),
-        )
+        ((shared & 0x0f) | ((packed[i - 4] >> 2) & 0x30), (shared >> 4) | ((packed[i] >> 2) & 0x30))
     };
     (f32::from(scale), f32::from(min))
 }
@@ -184,11 +173,7 @@ mod tests {
         let mut values = vec![0.0f32; num_blocks * len];
         dequantize(dtype, bytes, &mut values);
         for (i, (value, expected)) in values.iter().zip(expected.chunks_exact(4)).enumerate() {
-            assert_eq!(
-                value.to_le_bytes(),
-                expected,
-                "{dtype:?}, element {i}: {value}"
-            );
+            assert_eq!(value.to_le_bytes(), expected, "{dtype:?}, element {i}: {value}");
         }
     }
 

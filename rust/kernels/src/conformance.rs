@@ -12,9 +12,7 @@ use crate::{HostMatrix, HostType, RowOrder};
 
 /// The instruction set on 1, 2 and 3 threads; all must agree with [`reference`].
 fn backends(isa: Isa) -> Vec<Cpu> {
-    [1, 2, 3]
-        .map(|threads| Cpu::new(Some(threads), Some(isa)))
-        .into()
+    [1, 2, 3].map(|threads| Cpu::new(Some(threads), Some(isa))).into()
 }
 
 /// The meaning of every operation.
@@ -45,9 +43,7 @@ impl Random {
 
     /// Roughly normal with this deviation.
     fn normal(&mut self, deviation: f32) -> f32 {
-        let sum: f32 = (0..6)
-            .map(|_| self.bits() as f32 / 4_294_967_296.0 - 0.5)
-            .sum();
+        let sum: f32 = (0..6).map(|_| self.bits() as f32 / 4_294_967_296.0 - 0.5).sum();
         sum * deviation * std::f32::consts::SQRT_2
     }
 
@@ -69,29 +65,17 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect()
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 fn f32_matrix(bytes: &[u8], rows: usize, cols: usize) -> HostMatrix<'_> {
-    HostMatrix {
-        bytes,
-        dtype: HostType::F32,
-        rows,
-        cols,
-        order: RowOrder::AsStored,
-    }
+    HostMatrix { bytes, dtype: HostType::F32, rows, cols, order: RowOrder::AsStored }
 }
 
 /// `|value - truth| <= tolerance * (1 + |truth|)`.
 fn assert_close(value: f32, truth: f64, tolerance: f64, what: &str) {
     let error = (f64::from(value) - truth).abs();
-    assert!(
-        error <= tolerance * (1.0 + truth.abs()),
-        "{what}: {value} for {truth}"
-    );
+    assert!(error <= tolerance * (1.0 + truth.abs()), "{what}: {value} for {truth}");
 }
 
 macro_rules! suite {

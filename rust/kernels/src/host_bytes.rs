@@ -54,8 +54,7 @@ mod tests {
 
     #[test]
     fn maps_files_and_owns_vectors() -> io::Result<()> {
-        let directory =
-            std::env::temp_dir().join(format!("slipstream-host-bytes-{}", std::process::id()));
+        let directory = std::env::temp_dir().join(format!("slipstream-host-bytes-{}", std::process::id()));
         std::fs::create_dir_all(&directory)?;
         let path = directory.join("bytes");
         for content in [&b"some bytes"[..], b""] {

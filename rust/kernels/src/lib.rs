@@ -13,10 +13,7 @@ pub mod host_bytes;
 pub mod math;
 pub mod weight;
 
-pub use backend::{
-    AttentionPlan, AttentionWeights, Backend, DeviceError, MlpWeights, Rope, Slot, SlotMove,
-    Visible,
-};
+pub use backend::{AttentionPlan, AttentionWeights, Backend, DeviceError, MlpWeights, Rope, Slot, SlotMove, Visible};
 pub use draw::{Coin, Controls, Draw, Drawn, Ranked, Seen};
 pub use host_bytes::HostBytes;
 pub use weight::{HostMatrix, HostType, RowOrder, Storage, WeightError};

@@ -16,24 +16,10 @@ pub(crate) mod constants {
     /// Above it exp is infinite in f32.
     pub(crate) const EXP_MAX: f32 = 88.8;
     /// exp(r) = 1 + r + r² · polynomial, |r| <= ln 2 / 2; highest power first.
-    pub(crate) const EXP: [f32; 6] = [
-        1.9875691500e-4,
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        5.0000001201e-1,
-    ];
+    pub(crate) const EXP: [f32; 6] =
+        [1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1];
     /// ln((1 + s) / (1 - s)) = 2 s + 2 s³ · polynomial in s², |s| <= 1/3; highest power first.
-    pub(crate) const LN: [f32; 7] = [
-        1.0 / 15.0,
-        1.0 / 13.0,
-        1.0 / 11.0,
-        1.0 / 9.0,
-        1.0 / 7.0,
-        1.0 / 5.0,
-        1.0 / 3.0,
-    ];
+    pub(crate) const LN: [f32; 7] = [1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0];
     /// Bits of sqrt(1/2), the lower end of the mantissa range of a logarithm.
     pub(crate) const SQRT_HALF_BITS: i32 = 0x3f3504f3;
     pub(crate) const TWO_TO_MINUS_32: f32 = 1.0 / 4294967296.0;
@@ -52,10 +38,7 @@ pub fn exp(x: f32) -> f32 {
     let x = if c::EXP_MAX < x { c::EXP_MAX } else { x };
     let shifted = x.mul_add(c::LOG2_E, c::ROUND);
     let n = shifted - c::ROUND;
-    let exponent = shifted
-        .to_bits()
-        .wrapping_sub(c::ROUND.to_bits())
-        .cast_signed();
+    let exponent = shifted.to_bits().wrapping_sub(c::ROUND.to_bits()).cast_signed();
     let r = n.mul_add(-c::LN2_LOW, n.mul_add(-c::LN2_HIGH, x));
     let mut polynomial = c::EXP[0];
     for coefficient in &c::EXP[1..] {
@@ -103,11 +86,7 @@ pub fn ln(x: f32) -> f32 {
     if x == f32::INFINITY {
         return x;
     }
-    let (x, shift) = if x < f32::MIN_POSITIVE {
-        (x * 16_777_216.0, -24.0)
-    } else {
-        (x, 0.0)
-    };
+    let (x, shift) = if x < f32::MIN_POSITIVE { (x * 16_777_216.0, -24.0) } else { (x, 0.0) };
     let (f, exponent) = split(x);
     ln_parts(f, exponent + shift)
 }
@@ -134,16 +113,8 @@ pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     for _ in 0..c::PHILOX_ROUNDS {
         let first = u64::from(c::PHILOX_MULTIPLIERS[0]) * u64::from(x[0]);
         let second = u64::from(c::PHILOX_MULTIPLIERS[1]) * u64::from(x[2]);
-        x = [
-            (second >> 32) as u32 ^ x[1] ^ key[0],
-            second as u32,
-            (first >> 32) as u32 ^ x[3] ^ key[1],
-            first as u32,
-        ];
-        key = [
-            key[0].wrapping_add(c::PHILOX_WEYL[0]),
-            key[1].wrapping_add(c::PHILOX_WEYL[1]),
-        ];
+        x = [(second >> 32) as u32 ^ x[1] ^ key[0], second as u32, (first >> 32) as u32 ^ x[3] ^ key[1], first as u32];
+        key = [key[0].wrapping_add(c::PHILOX_WEYL[0]), key[1].wrapping_add(c::PHILOX_WEYL[1])];
     }
     x
 }
@@ -220,19 +191,10 @@ mod tests {
     /// Known answers of Random123.
     #[test]
     fn philox_known_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
         assert_eq!(
-            philox([0; 4], [0; 2]),
-            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
-        );
-        assert_eq!(
-            philox([u32::MAX; 4], [u32::MAX; 2]),
-            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
-        );
-        assert_eq!(
-            philox(
-                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
-                [0xa409_3822, 0x299f_31d0]
-            ),
+            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
     }

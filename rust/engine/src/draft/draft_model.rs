@@ -125,11 +125,19 @@ impl<B: Backend> Network for DraftModel<B> {
         self.compute(rows)
     }
 
-    fn rank(&self, outputs: &B::Activations, rows: Option<&[u32]>, draws: Option<&[Draw]>, k: usize) -> Vec<Vec<Ranked>> {
+    fn rank(
+        &self,
+        outputs: &B::Activations,
+        rows: Option<&[u32]>,
+        draws: Option<&[Draw]>,
+        k: usize,
+    ) -> Vec<Vec<Ranked>> {
         let gathered = rows.map(|rows| self.backend.gather(outputs, rows));
         let logits = self.weights.logits(&self.backend, gathered.as_ref().unwrap_or(outputs));
         let mut ranked = self.backend.rank(&logits, draws, k);
-        ranked.iter_mut().for_each(|children| children.retain(|child| child.token < self.num_tokens));
+        for children in &mut ranked {
+            children.retain(|child| child.token < self.num_tokens);
+        }
         ranked
     }
 }

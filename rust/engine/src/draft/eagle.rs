@@ -11,8 +11,8 @@ use std::sync::Arc;
 use slipstream_kernels::{Backend, Draw, Ranked};
 
 use super::blocks::BlockLog;
-use super::grow::{Network, PassRows, Seed, TreeShape, grow};
 use super::eagle_head::EagleWeights;
+use super::grow::{Network, PassRows, Seed, TreeShape, grow};
 use super::{Drafter, Observed};
 use crate::batch::{Batch, Entry};
 use crate::error::Result;
@@ -175,7 +175,13 @@ impl<B: Backend> Network for Eagle<B> {
     }
 
     /// The head's output is the predicted feature itself: the target's head reads it as it is.
-    fn rank(&self, outputs: &B::Activations, rows: Option<&[u32]>, draws: Option<&[Draw]>, k: usize) -> Vec<Vec<Ranked>> {
+    fn rank(
+        &self,
+        outputs: &B::Activations,
+        rows: Option<&[u32]>,
+        draws: Option<&[Draw]>,
+        k: usize,
+    ) -> Vec<Vec<Ranked>> {
         let gathered = rows.map(|rows| self.backend.gather(outputs, rows));
         let logits = self.backend.matmul(&self.target.head, None, gathered.as_ref().unwrap_or(outputs));
         self.backend.rank(&logits, draws, k)

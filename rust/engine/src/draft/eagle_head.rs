@@ -90,8 +90,7 @@ impl<B: Backend> EagleWeights<B> {
         }
         let has_bias = config.get("bias").and_then(Value::as_bool).unwrap_or(true);
         let fc = backend.upload(&[tensors.matrix("fc.weight", hidden, 2 * hidden)?], storage)?;
-        let fc_bias =
-            if has_bias { Some(backend.vector(&vector_of(tensors, "fc.bias", hidden)?)) } else { None };
+        let fc_bias = if has_bias { Some(backend.vector(&vector_of(tensors, "fc.bias", hidden)?)) } else { None };
         let layers = (0..spec.num_layers)
             .map(|index| Layer::load(backend, tensors, &spec, &format!("layers.{index}"), storage, index > 0))
             .collect::<Result<_>>()?;

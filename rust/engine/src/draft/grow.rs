@@ -67,7 +67,8 @@ pub(super) trait Network {
     /// Runs rows; row `i` continues what row `parents[i]` of `previous` put out.
     fn pass(&mut self, rows: &PassRows, previous: &Self::Outputs, parents: &[u32]) -> Self::Outputs;
     /// The best children of some rows of a pass, of all of them if `rows` is none.
-    fn rank(&self, outputs: &Self::Outputs, rows: Option<&[u32]>, draws: Option<&[Draw]>, k: usize) -> Vec<Vec<Ranked>>;
+    fn rank(&self, outputs: &Self::Outputs, rows: Option<&[u32]>, draws: Option<&[Draw]>, k: usize)
+    -> Vec<Vec<Ranked>>;
 }
 
 /// Grows a tree for every seed. `outputs` is the pass that computed the roots; scratch slots start at `first_scratch`.
@@ -218,8 +219,7 @@ impl Growth {
         let mut row = 0;
         for (index, growing) in self.trees.iter_mut().enumerate() {
             let num_rows = level.iter().filter(|frontier| frontier.seed == index).count();
-            let parents: Vec<(NodeId, u32)> =
-                (row..row + num_rows).map(|row| (level[row].node, row as u32)).collect();
+            let parents: Vec<(NodeId, u32)> = (row..row + num_rows).map(|row| (level[row].node, row as u32)).collect();
             row += num_rows;
             growing.extend(self.shape, index, &parents, ranked.by_ref().take(num_rows).collect());
         }

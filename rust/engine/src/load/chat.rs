@@ -44,21 +44,14 @@ pub struct ChatTemplate {
 
 impl fmt::Debug for ChatTemplate {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("ChatTemplate")
-            .field("source", &self.source)
-            .finish_non_exhaustive()
+        formatter.debug_struct("ChatTemplate").field("source", &self.source).finish_non_exhaustive()
     }
 }
 
 impl ChatTemplate {
     /// A template with the texts of the model's special tokens.
     pub fn new(source: &str, special: SpecialTexts) -> Self {
-        Self {
-            environment: environment(source),
-            source: source.to_owned(),
-            special,
-        }
+        Self { environment: environment(source), source: source.to_owned(), special }
     }
 
     /// The template of a `tokenizer_config.json`: one text, or the one called `default` of several.
@@ -73,15 +66,11 @@ impl ChatTemplate {
             Some(Json::String(text)) => Some(text.as_str()),
             Some(Json::Array(entries)) => {
                 let entry = entries.iter().find(named).or_else(|| entries.first());
-                entry
-                    .and_then(|entry| entry.get("template"))
-                    .and_then(Json::as_str)
+                entry.and_then(|entry| entry.get("template")).and_then(Json::as_str)
             }
             _ => None,
         };
-        jinja_file
-            .or(in_config)
-            .map(|source| Self::new(source, special))
+        jinja_file.or(in_config).map(|source| Self::new(source, special))
     }
 
     /// The template's text.
@@ -96,45 +85,28 @@ impl ChatTemplate {
         let (messages, input_bytes) = checked_messages(messages)?;
         environment.set_fuel(Some(BASE_FUEL + input_bytes as u64));
         let failed = |error: &Error| {
-            EngineError::request(format!(
-                "the chat template refused the messages: {}",
-                shown(&error.to_string())
-            ))
+            EngineError::request(format!("the chat template refused the messages: {}", shown(&error.to_string())))
         };
-        let template = environment
-            .get_template(NAME)
-            .map_err(|error| failed(&error))?;
+        let template = environment.get_template(NAME).map_err(|error| failed(&error))?;
         let mut context = serde_json::Map::new();
         context.insert("messages".to_owned(), Json::Array(messages));
-        context.insert(
-            "add_generation_prompt".to_owned(),
-            Json::Bool(add_generation_prompt),
-        );
+        context.insert("add_generation_prompt".to_owned(), Json::Bool(add_generation_prompt));
         context.insert("tools".to_owned(), Json::Null);
         context.insert("documents".to_owned(), Json::Null);
-        for (name, text) in [
-            ("bos_token", &self.special.bos),
-            ("eos_token", &self.special.eos),
-        ] {
+        for (name, text) in [("bos_token", &self.special.bos), ("eos_token", &self.special.eos)] {
             if let Some(text) = text {
                 context.insert(name.to_owned(), Json::String(text.clone()));
             }
         }
-        let mut output = Bounded {
-            bytes: Vec::new(),
-            is_full: false,
-        };
-        let result = template
-            .render_captured_to(Value::from(Serde(context)), &mut output)
-            .map(|_| ());
+        let mut output = Bounded { bytes: Vec::new(), is_full: false };
+        let result = template.render_captured_to(Value::from(Serde(context)), &mut output).map(|_| ());
         if output.is_full {
             return Err(EngineError::request(format!(
                 "expected a chat template that writes at most {MAX_OUTPUT_BYTES} bytes, got more"
             )));
         }
         result.map_err(|error| failed(&error))?;
-        String::from_utf8(output.bytes)
-            .map_err(|error| EngineError::request(format!("expected text: {error}")))
+        String::from_utf8(output.bytes).map_err(|error| EngineError::request(format!("expected text: {error}")))
     }
 }
 
@@ -162,29 +134,18 @@ impl Write for Bounded {
 /// The messages as templates expect them, and their size in bytes.
 fn checked_messages(messages: &Json) -> Result<(Vec<Json>, usize)> {
     let wrong = |index: usize, expected: &str, got: &Json| {
-        EngineError::request(format!(
-            "message {index}: expected {expected}, got {}",
-            shown(&got.to_string())
-        ))
+        EngineError::request(format!("message {index}: expected {expected}, got {}", shown(&got.to_string())))
     };
     let list = messages.as_array().ok_or_else(|| {
-        EngineError::request(format!(
-            "expected a list of messages, got {}",
-            shown(&messages.to_string())
-        ))
+        EngineError::request(format!("expected a list of messages, got {}", shown(&messages.to_string())))
     })?;
     if list.is_empty() {
-        return Err(EngineError::request(
-            "expected at least one message, got none",
-        ));
+        return Err(EngineError::request("expected at least one message, got none"));
     }
     let mut input_bytes = 0;
     let mut checked = Vec::with_capacity(list.len());
     for (index, message) in list.iter().enumerate() {
-        let mut fields = message
-            .as_object()
-            .ok_or_else(|| wrong(index, "an object", message))?
-            .clone();
+        let mut fields = message.as_object().ok_or_else(|| wrong(index, "an object", message))?.clone();
         let role = fields.get("role").unwrap_or(&Json::Null);
         if !role.is_string() {
             return Err(wrong(index, "a role", role));
@@ -194,22 +155,13 @@ fn checked_messages(messages: &Json) -> Result<(Vec<Json>, usize)> {
             Some(Json::Array(parts)) => {
                 let text = |part: &Json| {
                     let is_text = part.get("type").and_then(Json::as_str) == Some("text");
-                    part.get("text")
-                        .and_then(Json::as_str)
-                        .filter(|_| is_text)
-                        .map(str::to_owned)
+                    part.get("text").and_then(Json::as_str).filter(|_| is_text).map(str::to_owned)
                 };
-                let parts = parts
-                    .iter()
-                    .map(|part| text(part).ok_or_else(|| wrong(index, "parts of type text", part)));
+                let parts = parts.iter().map(|part| text(part).ok_or_else(|| wrong(index, "parts of type text", part)));
                 parts.collect::<Result<Vec<_>>>()?.concat()
             }
             other => {
-                return Err(wrong(
-                    index,
-                    "a text as content",
-                    other.unwrap_or(&Json::Null),
-                ));
+                return Err(wrong(index, "a text as content", other.unwrap_or(&Json::Null)));
             }
         };
         input_bytes += content.len() + 64;
@@ -227,95 +179,52 @@ fn environment(source: &str) -> Result<Environment<'static>> {
             source.len()
         )));
     }
-    let failed = |error: &Error| {
-        EngineError::model(format!(
-            "expected a valid chat template: {}",
-            shown(&error.to_string())
-        ))
-    };
+    let failed =
+        |error: &Error| EngineError::model(format!("expected a valid chat template: {}", shown(&error.to_string())));
     let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()
-        .map_err(|error| failed(&error))?;
+    let syntax =
+        SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|error| failed(&error))?;
     environment.set_syntax(syntax);
     environment.set_debug(false);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(unknown_method_callback);
     environment.remove_global("debug");
     environment.add_filter("tojson", to_json);
-    environment.add_function(
-        "raise_exception",
-        |message: String| -> Result<String, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        },
-    );
-    environment.add_function("strftime_now", |format: String| {
-        strftime(&format, SystemTime::now())
+    environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment
-        .add_template_owned(NAME, without_generation_tags(source))
-        .map_err(|error| failed(&error))?;
+    environment.add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
+    environment.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| failed(&error))?;
     Ok(environment)
 }
 
 /// JSON as Python writes it: a space after commas and colons, other alphabets and markup as they are.
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "the interpreter hands its arguments over"
-)]
+#[expect(clippy::needless_pass_by_value, reason = "the interpreter hands its arguments over")]
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
-    let failed =
-        |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, error.to_string());
+    let failed = |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, error.to_string());
     let mut bytes = Vec::new();
     match options.get::<Option<usize>>("indent")? {
         Some(indent) => {
             let indent = " ".repeat(indent.min(16));
             let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(
-                    &mut bytes, formatter,
-                ))
-                .map_err(failed)?;
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, formatter)).map_err(failed)?;
         }
         None => {
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(
-                    &mut bytes, Spaced,
-                ))
-                .map_err(failed)?;
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced)).map_err(failed)?;
         }
     }
-    String::from_utf8(bytes)
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+    String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 struct Spaced;
 
 impl serde_json::ser::Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + Write>(
-        &mut self,
-        writer: &mut W,
-        is_first: bool,
-    ) -> io::Result<()> {
-        if is_first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
+    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, is_first: bool) -> io::Result<()> {
+        if is_first { Ok(()) } else { writer.write_all(b", ") }
     }
 
-    fn begin_object_key<W: ?Sized + Write>(
-        &mut self,
-        writer: &mut W,
-        is_first: bool,
-    ) -> io::Result<()> {
-        if is_first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
+    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, is_first: bool) -> io::Result<()> {
+        if is_first { Ok(()) } else { writer.write_all(b", ") }
     }
 
     fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
@@ -335,11 +244,7 @@ fn without_generation_tags(source: &str) -> String {
             break;
         };
         let (tag, after) = tag.split_at(len);
-        let word = tag
-            .trim_start_matches("{%")
-            .trim_end_matches("%}")
-            .trim_matches(['-', '+'])
-            .trim();
+        let word = tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+']).trim();
         match word {
             "generation" => result.push_str(&tag.replacen("generation", "if true", 1)),
             "endgeneration" => result.push_str(&tag.replacen("endgeneration", "endif", 1)),

@@ -33,20 +33,15 @@ impl Checkpoint<'static> {
 impl<'a> Checkpoint<'a> {
     /// A checkpoint over tensors in memory.
     pub fn from_parts(config_json: &str, tensors: LentTensors<'a>) -> Result<Self> {
-        Ok(Self {
-            config: parse_json(config_json.as_bytes(), "config.json")?,
-            tensors: TensorStore::lent(tensors)?,
-        })
+        Ok(Self { config: parse_json(config_json.as_bytes(), "config.json")?, tensors: TensorStore::lent(tensors)? })
     }
 }
 
 /// The error for a folder without safetensors.
 pub(super) fn missing_weights(folder: &Path) -> EngineError {
     let has = |name: &str| folder.join(name).exists();
-    let error = EngineError::model(
-        "expected model.safetensors or model.safetensors.index.json, got neither",
-    )
-    .within(folder.display());
+    let error = EngineError::model("expected model.safetensors or model.safetensors.index.json, got neither")
+        .within(folder.display());
     if has("pytorch_model.bin") || has("pytorch_model.bin.index.json") {
         return error.with_hint(
             "pytorch_model.bin is a pickle, which can run code: load it through torch (`pip install slipstream[torch]`), \

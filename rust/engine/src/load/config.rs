@@ -51,10 +51,7 @@ impl<'a> Fields<'a> {
     }
 
     fn wrong(name: &str, expected: &str, got: &Value) -> EngineError {
-        EngineError::model(format!(
-            "expected {expected} for {name}, got {}",
-            shown(&got.to_string())
-        ))
+        EngineError::model(format!("expected {expected} for {name}, got {}", shown(&got.to_string())))
     }
 
     fn count(&self, name: &str) -> Result<Option<usize>> {
@@ -68,48 +65,27 @@ impl<'a> Fields<'a> {
     }
 
     fn required(&self, name: &str) -> Result<usize> {
-        self.count(name)?
-            .ok_or_else(|| EngineError::model(format!("expected a field {name}, got none")))
+        self.count(name)?.ok_or_else(|| EngineError::model(format!("expected a field {name}, got none")))
     }
 
     fn number(&self, name: &str) -> Result<Option<f32>> {
         let read = |value: &Value| {
-            value
-                .as_f64()
-                .map(|number| number as f32)
-                .ok_or_else(|| Self::wrong(name, "a number", value))
+            value.as_f64().map(|number| number as f32).ok_or_else(|| Self::wrong(name, "a number", value))
         };
         self.get(name).map(read).transpose()
     }
 
     fn flag(&self, name: &str) -> Result<Option<bool>> {
-        self.get(name)
-            .map(|value| {
-                value
-                    .as_bool()
-                    .ok_or_else(|| Self::wrong(name, "true or false", value))
-            })
-            .transpose()
+        self.get(name).map(|value| value.as_bool().ok_or_else(|| Self::wrong(name, "true or false", value))).transpose()
     }
 
     fn text(&self, name: &str) -> Result<Option<&'a str>> {
-        self.get(name)
-            .map(|value| {
-                value
-                    .as_str()
-                    .ok_or_else(|| Self::wrong(name, "a text", value))
-            })
-            .transpose()
+        self.get(name).map(|value| value.as_str().ok_or_else(|| Self::wrong(name, "a text", value))).transpose()
     }
 
     fn object(&self, name: &str) -> Result<Option<Fields<'a>>> {
         self.get(name)
-            .map(|value| {
-                value
-                    .as_object()
-                    .map(Fields)
-                    .ok_or_else(|| Self::wrong(name, "an object", value))
-            })
+            .map(|value| value.as_object().map(Fields).ok_or_else(|| Self::wrong(name, "an object", value)))
             .transpose()
     }
 
@@ -138,13 +114,10 @@ impl ModelSpec {
 }
 
 fn read(json: &Value, generation_config: Option<&Value>) -> Result<ModelSpec> {
-    let object = json
-        .as_object()
-        .ok_or_else(|| EngineError::model("expected a JSON object in config.json"))?;
+    let object = json.as_object().ok_or_else(|| EngineError::model("expected a JSON object in config.json"))?;
     let fields = Fields(object);
     let family = fields.text("model_type")?.ok_or_else(|| {
-        EngineError::model("expected a field model_type, got none")
-            .with_hint("is this a model's config.json?")
+        EngineError::model("expected a field model_type, got none").with_hint("is this a model's config.json?")
     })?;
     let defaults = match family {
         "llama" => &LLAMA,
@@ -165,9 +138,7 @@ fn read(json: &Value, generation_config: Option<&Value>) -> Result<ModelSpec> {
             )));
         }
     };
-    let max_position = fields
-        .count("max_position_embeddings")?
-        .unwrap_or(defaults.max_position);
+    let max_position = fields.count("max_position_embeddings")?.unwrap_or(defaults.max_position);
     let (rope_theta, rope_scaling) = rope(&fields, max_position)?;
     let (bos_token_id, eos_token_ids) = end_tokens(&fields, generation_config, defaults)?;
     ModelSpec {
@@ -198,31 +169,17 @@ fn refuse_variants(fields: &Fields<'_>) -> Result<()> {
     if let Some(activation) = fields.text("hidden_act")?
         && activation != "silu"
     {
-        return Err(EngineError::model(format!(
-            "expected hidden_act silu, got {}",
-            shown(activation)
-        )));
+        return Err(EngineError::model(format!("expected hidden_act silu, got {}", shown(activation))));
     }
     for name in ["attention_bias", "mlp_bias", "use_sliding_window"] {
         if fields.flag(name)? == Some(true) {
-            return Err(EngineError::model(format!(
-                "expected {name} false, got true, which is not supported yet"
-            )));
+            return Err(EngineError::model(format!("expected {name} false, got true, which is not supported yet")));
         }
     }
     if let Some(layers) = fields.get("layer_types") {
-        let types = layers
-            .as_array()
-            .ok_or_else(|| Fields::wrong("layer_types", "a list", layers))?;
-        if let Some(other) = types
-            .iter()
-            .find(|layer| layer.as_str() != Some("full_attention"))
-        {
-            return Err(Fields::wrong(
-                "layer_types",
-                "full_attention in every layer",
-                other,
-            ));
+        let types = layers.as_array().ok_or_else(|| Fields::wrong("layer_types", "a list", layers))?;
+        if let Some(other) = types.iter().find(|layer| layer.as_str() != Some("full_attention")) {
+            return Err(Fields::wrong("layer_types", "full_attention in every layer", other));
         }
     }
     if let Some(quantization) = fields.object("quantization_config")? {
@@ -242,26 +199,14 @@ fn rope(fields: &Fields<'_>, max_position: usize) -> Result<(f32, RopeScaling)> 
         Some(parameters) => Some(parameters),
         None => fields.object("rope_scaling")?,
     };
-    let nested = |name: &str| {
-        parameters
-            .as_ref()
-            .map_or(Ok(None), |parameters| parameters.number(name))
-    };
+    let nested = |name: &str| parameters.as_ref().map_or(Ok(None), |parameters| parameters.number(name));
     let theta = match nested("rope_theta")? {
         Some(theta) => theta,
         None => fields.number("rope_theta")?.unwrap_or(10_000.0),
     };
-    for share in [
-        nested("partial_rotary_factor")?,
-        fields.number("partial_rotary_factor")?,
-    ]
-    .into_iter()
-    .flatten()
-    {
+    for share in [nested("partial_rotary_factor")?, fields.number("partial_rotary_factor")?].into_iter().flatten() {
         if share != 1.0 {
-            return Err(EngineError::model(format!(
-                "expected partial_rotary_factor 1, got {share}"
-            )));
+            return Err(EngineError::model(format!("expected partial_rotary_factor 1, got {share}")));
         }
     }
     let Some(parameters) = parameters else {
@@ -281,17 +226,13 @@ fn rope(fields: &Fields<'_>, max_position: usize) -> Result<(f32, RopeScaling)> 
         ));
     }
     let needed = |name: &str| {
-        parameters.number(name)?.ok_or_else(|| {
-            EngineError::model(format!(
-                "expected a field {name} in the rotary scaling, got none"
-            ))
-        })
+        parameters
+            .number(name)?
+            .ok_or_else(|| EngineError::model(format!("expected a field {name} in the rotary scaling, got none")))
     };
     let scaling = match kind.unwrap_or("default") {
         "default" => RopeScaling::None,
-        "linear" => RopeScaling::Linear {
-            factor: needed("factor")?,
-        },
+        "linear" => RopeScaling::Linear { factor: needed("factor")? },
         "llama3" => RopeScaling::Llama3 {
             factor: needed("factor")?,
             low_freq_factor: needed("low_freq_factor")?,
@@ -308,9 +249,7 @@ fn rope(fields: &Fields<'_>, max_position: usize) -> Result<(f32, RopeScaling)> 
         }
     };
     if parameters.get("mrope_section").is_some() {
-        return Err(EngineError::model(
-            "expected one-dimensional positions, got mrope_section",
-        ));
+        return Err(EngineError::model("expected one-dimensional positions, got mrope_section"));
     }
     Ok((theta, scaling))
 }
@@ -323,9 +262,9 @@ fn end_tokens(
 ) -> Result<(Option<TokenId>, Vec<TokenId>)> {
     let generation = generation_config
         .map(|json| {
-            json.as_object().map(Fields).ok_or_else(|| {
-                EngineError::model("expected a JSON object in generation_config.json")
-            })
+            json.as_object()
+                .map(Fields)
+                .ok_or_else(|| EngineError::model("expected a JSON object in generation_config.json"))
         })
         .transpose()?;
     let pick = |name: &str, default: Option<TokenId>| -> Result<Vec<TokenId>> {
@@ -342,8 +281,5 @@ fn end_tokens(
         }
     };
     let bos = pick("bos_token_id", defaults.bos_token_id)?;
-    Ok((
-        bos.first().copied(),
-        pick("eos_token_id", defaults.eos_token_id)?,
-    ))
+    Ok((bos.first().copied(), pick("eos_token_id", defaults.eos_token_id)?))
 }

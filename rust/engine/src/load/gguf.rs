@@ -83,10 +83,7 @@ fn layout(type_id: u32) -> Option<(usize, usize, TensorType)> {
 pub(super) fn parse(bytes: &[u8]) -> Result<Gguf<'_>> {
     let mut cursor = Cursor::new(bytes);
     let (num_tensors, num_keys) = header(&mut cursor)?;
-    let metadata = Metadata {
-        bytes,
-        values: keys(&mut cursor, num_keys)?,
-    };
+    let metadata = Metadata { bytes, values: keys(&mut cursor, num_keys)? };
     let alignment = alignment(&metadata)?;
 
     let mut names = HashSet::new();
@@ -94,13 +91,9 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Gguf<'_>> {
     for index in 0..num_tensors {
         let name = cursor.name(&format!("the name of tensor {index}"))?;
         if !names.insert(name) {
-            return Err(EngineError::model(format!(
-                "expected every tensor once, got {} twice",
-                shown(name)
-            )));
+            return Err(EngineError::model(format!("expected every tensor once, got {} twice", shown(name))));
         }
-        let tensor = describe(&mut cursor)
-            .map_err(|error| error.within(format_args!("tensor {}", shown(name))))?;
+        let tensor = describe(&mut cursor).map_err(|error| error.within(format_args!("tensor {}", shown(name))))?;
         described.push((name, tensor));
     }
     let data_start = cursor.position.next_multiple_of(alignment);
@@ -116,20 +109,14 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Gguf<'_>> {
 fn header(cursor: &mut Cursor<'_>) -> Result<(u64, u64)> {
     let magic = cursor.u32("the file's mark")?;
     if magic != u32::from_le_bytes(*b"GGUF") {
-        return Err(EngineError::model(
-            "expected a file that begins with GGUF, got another format",
-        ));
+        return Err(EngineError::model("expected a file that begins with GGUF, got another format"));
     }
     let version = cursor.u32("the version")?;
     if version.swap_bytes() == 2 || version.swap_bytes() == 3 {
-        return Err(EngineError::model(
-            "expected a little-endian GGUF file, got a big-endian one",
-        ));
+        return Err(EngineError::model("expected a little-endian GGUF file, got a big-endian one"));
     }
     if version != 2 && version != 3 {
-        return Err(EngineError::model(format!(
-            "expected GGUF version 2 or 3, got {version}"
-        )));
+        return Err(EngineError::model(format!("expected GGUF version 2 or 3, got {version}")));
     }
     let num_tensors = cursor.u64("the number of tensors")?;
     if num_tensors > MAX_TENSORS {
@@ -139,9 +126,7 @@ fn header(cursor: &mut Cursor<'_>) -> Result<(u64, u64)> {
     }
     let num_keys = cursor.u64("the number of keys")?;
     if num_keys > MAX_KEYS {
-        return Err(EngineError::model(format!(
-            "expected a number of keys of at most {MAX_KEYS}, got {num_keys}"
-        )));
+        return Err(EngineError::model(format!("expected a number of keys of at most {MAX_KEYS}, got {num_keys}")));
     }
     Ok((num_tensors, num_keys))
 }
@@ -151,17 +136,11 @@ fn keys(cursor: &mut Cursor<'_>, num_keys: u64) -> Result<HashMap<String, Value>
     for index in 0..num_keys {
         let key = cursor.name(&format!("the name of key {index}"))?;
         if key.chars().any(char::is_control) {
-            return Err(EngineError::model(format!(
-                "expected a key of printable characters, got {}",
-                shown(key)
-            )));
+            return Err(EngineError::model(format!("expected a key of printable characters, got {}", shown(key))));
         }
         let value = cursor.value(key)?;
         if values.insert(key.to_owned(), value).is_some() {
-            return Err(EngineError::model(format!(
-                "expected every key once, got {} twice",
-                shown(key)
-            )));
+            return Err(EngineError::model(format!("expected every key once, got {} twice", shown(key))));
         }
     }
     Ok(values)
@@ -171,9 +150,7 @@ fn alignment(metadata: &Metadata<'_>) -> Result<usize> {
     let key = "general.alignment";
     match metadata.count(key)? {
         None => Ok(DEFAULT_ALIGNMENT),
-        Some(value) if (8..=MAX_ALIGNMENT).contains(&value) && value.is_power_of_two() => {
-            Ok(value as usize)
-        }
+        Some(value) if (8..=MAX_ALIGNMENT).contains(&value) && value.is_power_of_two() => Ok(value as usize),
         Some(value) => Err(EngineError::model(format!(
             "key {key}: expected a power of two from 8 to {MAX_ALIGNMENT}, got {value}"
         ))),
@@ -190,34 +167,24 @@ struct Described {
 fn describe(cursor: &mut Cursor<'_>) -> Result<Described> {
     let num_dims = cursor.u32("the number of dimensions")?;
     if num_dims == 0 || num_dims > MAX_DIMS {
-        return Err(EngineError::model(format!(
-            "expected 1 to {MAX_DIMS} dimensions, got {num_dims}"
-        )));
+        return Err(EngineError::model(format!("expected 1 to {MAX_DIMS} dimensions, got {num_dims}")));
     }
     let mut shape = Vec::new();
     let mut elements = 1usize;
     for axis in 0..num_dims {
         let dim = cursor.u64("a dimension")?;
         if dim == 0 {
-            return Err(EngineError::model(format!(
-                "expected no zero dimension, got 0 at {axis}"
-            )));
+            return Err(EngineError::model(format!("expected no zero dimension, got 0 at {axis}")));
         }
-        let product = usize::try_from(dim)
-            .ok()
-            .and_then(|dim| elements.checked_mul(dim));
-        elements = product.ok_or_else(|| {
-            EngineError::model(format!(
-                "expected dimensions that fit memory, got {dim} at {axis}"
-            ))
-        })?;
+        let product = usize::try_from(dim).ok().and_then(|dim| elements.checked_mul(dim));
+        elements = product
+            .ok_or_else(|| EngineError::model(format!("expected dimensions that fit memory, got {dim} at {axis}")))?;
         shape.push(dim as usize);
     }
     let type_id = cursor.u32("the element type")?;
     let offset = cursor.u64("the offset")?;
-    let (block_len, block_bytes, dtype) = layout(type_id).ok_or_else(|| {
-        EngineError::model(format!("expected a known element type, got {type_id}"))
-    })?;
+    let (block_len, block_bytes, dtype) =
+        layout(type_id).ok_or_else(|| EngineError::model(format!("expected a known element type, got {type_id}")))?;
     let row = shape.first().copied().unwrap_or(1);
     if !row.is_multiple_of(block_len) {
         return Err(EngineError::model(format!(
@@ -226,37 +193,17 @@ fn describe(cursor: &mut Cursor<'_>) -> Result<Described> {
     }
     let len = (elements / block_len)
         .checked_mul(block_bytes)
-        .ok_or_else(|| {
-            EngineError::model(format!(
-                "expected dimensions that fit memory, got {shape:?}"
-            ))
-        })?;
+        .ok_or_else(|| EngineError::model(format!("expected dimensions that fit memory, got {shape:?}")))?;
     // Dimensions of one beyond the second say nothing.
     while shape.len() > 2 && shape.last() == Some(&1) {
         shape.pop();
     }
     shape.reverse();
-    Ok(Described {
-        dtype,
-        shape,
-        len,
-        offset,
-    })
+    Ok(Described { dtype, shape, len, offset })
 }
 
-fn place(
-    name: &str,
-    tensor: Described,
-    alignment: usize,
-    data_start: usize,
-    data_len: usize,
-) -> Result<TensorInfo> {
-    let Described {
-        dtype,
-        shape,
-        len,
-        offset,
-    } = tensor;
+fn place(name: &str, tensor: Described, alignment: usize, data_start: usize, data_len: usize) -> Result<TensorInfo> {
+    let Described { dtype, shape, len, offset } = tensor;
     if !offset.is_multiple_of(alignment as u64) {
         return Err(EngineError::model(format!(
             "tensor {}: expected an offset that is a multiple of {alignment}, got {offset}",
@@ -274,10 +221,5 @@ fn place(
         ))
         .with_hint("the file is cut short or damaged; download it again")
     })?;
-    Ok(TensorInfo {
-        name: name.to_owned(),
-        dtype,
-        shape,
-        range,
-    })
+    Ok(TensorInfo { name: name.to_owned(), dtype, shape, range })
 }

@@ -7,9 +7,7 @@ use super::gguf_value::Metadata;
 use super::store::TensorType;
 use super::{shown, unsupported};
 use crate::error::{EngineError, Result};
-use crate::model::spec::{
-    ModelSpec, RopeScaling, SUPPORTED_ARCHITECTURES, default_attention_scale,
-};
+use crate::model::spec::{ModelSpec, RopeScaling, SUPPORTED_ARCHITECTURES, default_attention_scale};
 use crate::request::TokenId;
 
 /// Divisors of the rotary frequencies.
@@ -37,9 +35,7 @@ impl Keys<'_> {
     }
 
     fn required(&self, name: &str) -> Result<usize> {
-        self.count(name)?.ok_or_else(|| {
-            EngineError::model(format!("expected a key {}, got none", self.key(name)))
-        })
+        self.count(name)?.ok_or_else(|| EngineError::model(format!("expected a key {}, got none", self.key(name))))
     }
 
     /// A number of heads: one for all layers, or an equal one for each.
@@ -54,18 +50,13 @@ impl Keys<'_> {
                 "key {key}: expected the same number in every layer, got several, which is not supported yet"
             )));
         }
-        usize::try_from(first).map(Some).map_err(|_| {
-            EngineError::model(format!(
-                "key {key}: expected a number of at least 0, got {first}"
-            ))
-        })
+        usize::try_from(first)
+            .map(Some)
+            .map_err(|_| EngineError::model(format!("key {key}: expected a number of at least 0, got {first}")))
     }
 
     fn float(&self, name: &str) -> Result<Option<f32>> {
-        Ok(self
-            .metadata
-            .float(&self.key(name))?
-            .map(|number| number as f32))
+        Ok(self.metadata.float(&self.key(name))?.map(|number| number as f32))
     }
 }
 
@@ -78,18 +69,13 @@ pub(super) fn spec(gguf: &Gguf<'_>) -> Result<ModelSpec> {
     if !SUPPORTED_ARCHITECTURES.contains(&architecture) {
         return Err(unsupported("general.architecture", architecture));
     }
-    let keys = Keys {
-        architecture,
-        metadata,
-    };
+    let keys = Keys { architecture, metadata };
     refuse_variants(&keys, gguf)?;
 
     let hidden_size = keys.required("embedding_length")?;
-    let num_heads = keys.heads("attention.head_count")?.ok_or_else(|| {
-        EngineError::model(format!(
-            "expected a key {architecture}.attention.head_count, got none"
-        ))
-    })?;
+    let num_heads = keys
+        .heads("attention.head_count")?
+        .ok_or_else(|| EngineError::model(format!("expected a key {architecture}.attention.head_count, got none")))?;
     let head_dim = match keys.count("attention.key_length")? {
         Some(head_dim) => head_dim,
         None if num_heads > 0 && hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
@@ -117,9 +103,7 @@ pub(super) fn spec(gguf: &Gguf<'_>) -> Result<ModelSpec> {
             )));
         }
         None => {
-            return Err(EngineError::model(
-                "expected a tensor token_embd.weight, got none",
-            ));
+            return Err(EngineError::model("expected a tensor token_embd.weight, got none"));
         }
     };
     ModelSpec {
@@ -131,13 +115,9 @@ pub(super) fn spec(gguf: &Gguf<'_>) -> Result<ModelSpec> {
         head_dim,
         intermediate_size: keys.required("feed_forward_length")?,
         vocab_size,
-        rms_norm_eps: keys
-            .float("attention.layer_norm_rms_epsilon")?
-            .ok_or_else(|| {
-                EngineError::model(format!(
-                    "expected a key {architecture}.attention.layer_norm_rms_epsilon, got none"
-                ))
-            })?,
+        rms_norm_eps: keys.float("attention.layer_norm_rms_epsilon")?.ok_or_else(|| {
+            EngineError::model(format!("expected a key {architecture}.attention.layer_norm_rms_epsilon, got none"))
+        })?,
         rope_theta: keys.float("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&keys, gguf)?,
         qkv_bias: architecture == "qwen2",
@@ -155,16 +135,10 @@ fn refuse_variants(keys: &Keys<'_>, gguf: &Gguf<'_>) -> Result<()> {
     if let Some(parts) = keys.metadata.count("split.count")?
         && parts > 1
     {
-        return Err(EngineError::model(format!(
-            "key split.count: expected a model in one file, got {parts} parts"
-        ))
-        .with_hint("join the parts with `llama-gguf-split --merge`"));
+        return Err(EngineError::model(format!("key split.count: expected a model in one file, got {parts} parts"))
+            .with_hint("join the parts with `llama-gguf-split --merge`"));
     }
-    for name in [
-        "expert_count",
-        "attention.sliding_window",
-        "nextn_predict_layers",
-    ] {
+    for name in ["expert_count", "attention.sliding_window", "nextn_predict_layers"] {
         if let Some(count) = keys.count(name)?
             && count > 0
         {
@@ -175,9 +149,10 @@ fn refuse_variants(keys: &Keys<'_>, gguf: &Gguf<'_>) -> Result<()> {
         }
     }
     if keys.architecture != "qwen2"
-        && let Some(bias) = gguf.tensors.iter().find(|tensor| {
-            tensor.name.starts_with("blk.") && tensor.name.rsplit('.').next() == Some("bias")
-        })
+        && let Some(bias) = gguf
+            .tensors
+            .iter()
+            .find(|tensor| tensor.name.starts_with("blk.") && tensor.name.rsplit('.').next() == Some("bias"))
     {
         return Err(EngineError::model(format!(
             "expected no bias for {}, got a tensor {}, which is not supported yet",
@@ -194,10 +169,7 @@ fn rope_scaling(keys: &Keys<'_>, gguf: &Gguf<'_>) -> Result<RopeScaling> {
         Some(factor) => Some(factor),
         None => keys.float("rope.scale_linear")?,
     };
-    let kind =
-        keys.metadata
-            .text(&key)?
-            .unwrap_or(if factor.is_some() { "linear" } else { "none" });
+    let kind = keys.metadata.text(&key)?.unwrap_or(if factor.is_some() { "linear" } else { "none" });
     let linear = match kind {
         "none" => None,
         "linear" => factor.filter(|factor| *factor != 1.0 && *factor != 0.0),
@@ -217,16 +189,9 @@ fn rope_scaling(keys: &Keys<'_>, gguf: &Gguf<'_>) -> Result<RopeScaling> {
             tensor.dtype, tensor.shape
         )));
     }
-    let bytes = keys
-        .metadata
-        .bytes
-        .get(tensor.range.clone())
-        .unwrap_or_default();
+    let bytes = keys.metadata.bytes.get(tensor.range.clone()).unwrap_or_default();
     let by = linear.unwrap_or(1.0);
-    let factors = bytes
-        .chunks_exact(4)
-        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]) * by)
-        .collect();
+    let factors = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]) * by).collect();
     Ok(RopeScaling::Divided { factors })
 }
 
@@ -266,28 +231,25 @@ pub(super) fn canonical(name: &str) -> String {
         "output.weight" => return "lm_head.weight".to_owned(),
         _ => {}
     }
-    let parts = name
-        .strip_prefix("blk.")
-        .and_then(|rest| rest.split_once('.'))
-        .and_then(|(layer, rest)| {
-            let layer: u32 = layer.parse().ok()?;
-            let (part, kind) = rest.rsplit_once('.')?;
-            let part = match part {
-                "attn_norm" => "input_layernorm",
-                "attn_q" => "self_attn.q_proj",
-                "attn_k" => "self_attn.k_proj",
-                "attn_v" => "self_attn.v_proj",
-                "attn_output" => "self_attn.o_proj",
-                "attn_q_norm" => "self_attn.q_norm",
-                "attn_k_norm" => "self_attn.k_norm",
-                "ffn_norm" => "post_attention_layernorm",
-                "ffn_gate" => "mlp.gate_proj",
-                "ffn_up" => "mlp.up_proj",
-                "ffn_down" => "mlp.down_proj",
-                _ => return None,
-            };
-            Some(format!("model.layers.{layer}.{part}.{kind}"))
-        });
+    let parts = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).and_then(|(layer, rest)| {
+        let layer: u32 = layer.parse().ok()?;
+        let (part, kind) = rest.rsplit_once('.')?;
+        let part = match part {
+            "attn_norm" => "input_layernorm",
+            "attn_q" => "self_attn.q_proj",
+            "attn_k" => "self_attn.k_proj",
+            "attn_v" => "self_attn.v_proj",
+            "attn_output" => "self_attn.o_proj",
+            "attn_q_norm" => "self_attn.q_norm",
+            "attn_k_norm" => "self_attn.k_norm",
+            "ffn_norm" => "post_attention_layernorm",
+            "ffn_gate" => "mlp.gate_proj",
+            "ffn_up" => "mlp.up_proj",
+            "ffn_down" => "mlp.down_proj",
+            _ => return None,
+        };
+        Some(format!("model.layers.{layer}.{part}.{kind}"))
+    });
     parts.unwrap_or_else(|| name.to_owned())
 }
 

@@ -40,12 +40,9 @@ fn pre(name: &str) -> Option<Pre> {
         ]})
     };
     Some(match name {
-        "gpt-2" | "gpt2" | "default" => Pre {
-            normalizer: Value::Null,
-            splitter: byte_level(true),
-            ignore_merges: false,
-            adds_bos: false,
-        },
+        "gpt-2" | "gpt2" | "default" => {
+            Pre { normalizer: Value::Null, splitter: byte_level(true), ignore_merges: false, adds_bos: false }
+        }
         "smollm" => Pre {
             normalizer: Value::Null,
             splitter: json!({ "type": "Sequence", "pretokenizers": [
@@ -61,12 +58,9 @@ fn pre(name: &str) -> Option<Pre> {
             ignore_merges: false,
             adds_bos: false,
         },
-        "llama-bpe" | "llama3" | "llama-v3" => Pre {
-            normalizer: Value::Null,
-            splitter: split(r"\p{N}{1,3}"),
-            ignore_merges: true,
-            adds_bos: true,
-        },
+        "llama-bpe" | "llama3" | "llama-v3" => {
+            Pre { normalizer: Value::Null, splitter: split(r"\p{N}{1,3}"), ignore_merges: true, adds_bos: true }
+        }
         _ => return None,
     })
 }
@@ -97,9 +91,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Option<Tokenizer>> {
     let tokens = metadata
         .texts("tokenizer.ggml.tokens")?
         .ok_or_else(|| EngineError::model("expected a key tokenizer.ggml.tokens, got none"))?;
-    let types = metadata
-        .integers("tokenizer.ggml.token_type")?
-        .unwrap_or_default();
+    let types = metadata.integers("tokenizer.ggml.token_type")?.unwrap_or_default();
     if !types.is_empty() && types.len() != tokens.len() {
         return Err(EngineError::model(format!(
             "key tokenizer.ggml.token_type: expected {} entries as there are tokens, got {}",
@@ -141,37 +133,21 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Option<Tokenizer>> {
                    "ignore_merges": pre.ignore_merges, "vocab": vocab, "merges": merges },
     });
     let bytes = serde_json::to_vec(&json).map_err(|error| EngineError::model(error.to_string()))?;
-    let tokenizer =
-        Tokenizer::from_json(&bytes).map_err(|error| error.within("key tokenizer.ggml.tokens"))?;
-    Ok(Some(tokenizer.with_added(added_tokens(
-        metadata,
-        pre.adds_bos,
-        tokens.len(),
-    )?)))
+    let tokenizer = Tokenizer::from_json(&bytes).map_err(|error| error.within("key tokenizer.ggml.tokens"))?;
+    Ok(Some(tokenizer.with_added(added_tokens(metadata, pre.adds_bos, tokens.len())?)))
 }
 
 fn merges(metadata: &Metadata<'_>, vocab: &Map<String, Value>) -> Result<Vec<Value>> {
     let key = "tokenizer.ggml.merges";
-    let merges = metadata
-        .texts(key)?
-        .ok_or_else(|| EngineError::model(format!("expected a key {key}, got none")))?;
+    let merges = metadata.texts(key)?.ok_or_else(|| EngineError::model(format!("expected a key {key}, got none")))?;
     let mut joined = String::new();
     let mut seen = HashSet::new();
     let mut pairs = Vec::with_capacity(merges.len());
     for merge in merges {
         // A part is never empty, so the space that parts them is not the first character.
-        let pair = merge
-            .char_indices()
-            .skip(1)
-            .find(|(_, c)| *c == ' ')
-            .map(|(space, _)| merge.split_at(space));
-        let Some((left, right)) =
-            pair.and_then(|(left, right)| Some((left, right.strip_prefix(' ')?)))
-        else {
-            return Err(EngineError::model(format!(
-                "key {key}: expected two tokens, got {}",
-                shown(merge)
-            )));
+        let pair = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(space, _)| merge.split_at(space));
+        let Some((left, right)) = pair.and_then(|(left, right)| Some((left, right.strip_prefix(' ')?))) else {
+            return Err(EngineError::model(format!("key {key}: expected two tokens, got {}", shown(merge))));
         };
         joined.clear();
         joined.push_str(left);
@@ -203,22 +179,12 @@ fn added_tokens(metadata: &Metadata<'_>, adds_bos: bool, vocab_size: usize) -> R
             return Ok(None);
         };
         if id as usize >= vocab_size {
-            return Err(EngineError::model(format!(
-                "key {name}: expected a token id below {vocab_size}, got {id}"
-            )));
+            return Err(EngineError::model(format!("key {name}: expected a token id below {vocab_size}, got {id}")));
         }
         Ok(Some(id))
     };
     Ok(Added {
-        first: pick(
-            "tokenizer.ggml.add_bos_token",
-            adds_bos,
-            "tokenizer.ggml.bos_token_id",
-        )?,
-        last: pick(
-            "tokenizer.ggml.add_eos_token",
-            false,
-            "tokenizer.ggml.eos_token_id",
-        )?,
+        first: pick("tokenizer.ggml.add_bos_token", adds_bos, "tokenizer.ggml.bos_token_id")?,
+        last: pick("tokenizer.ggml.add_eos_token", false, "tokenizer.ggml.eos_token_id")?,
     })
 }

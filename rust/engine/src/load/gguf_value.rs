@@ -43,9 +43,7 @@ impl<'a> Cursor<'a> {
 
     fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8]> {
         let range = self.skip(len, what)?;
-        self.bytes
-            .get(range)
-            .ok_or_else(|| EngineError::model(format!("expected {what}")))
+        self.bytes.get(range).ok_or_else(|| EngineError::model(format!("expected {what}")))
     }
 
     /// Steps over `len` bytes that must be there.
@@ -64,10 +62,7 @@ impl<'a> Cursor<'a> {
 
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N]> {
         let bytes = self.take(N, what)?;
-        bytes
-            .first_chunk::<N>()
-            .copied()
-            .ok_or_else(|| EngineError::model(format!("expected {what}")))
+        bytes.first_chunk::<N>().copied().ok_or_else(|| EngineError::model(format!("expected {what}")))
     }
 
     pub(super) fn u32(&mut self, what: &str) -> Result<u32> {
@@ -82,30 +77,20 @@ impl<'a> Cursor<'a> {
     fn length(&mut self, each: usize, what: &str) -> Result<usize> {
         let count = self.u64(what)?;
         let left = (self.bytes.len() - self.position) / each;
-        usize::try_from(count)
-            .ok()
-            .filter(|count| *count <= left)
-            .ok_or_else(|| {
-                EngineError::model(format!(
-                    "expected {what} of at most the {left} that the file has room for, got {count}"
-                ))
-            })
+        usize::try_from(count).ok().filter(|count| *count <= left).ok_or_else(|| {
+            EngineError::model(format!("expected {what} of at most the {left} that the file has room for, got {count}"))
+        })
     }
 
     /// A key or a tensor's name.
     pub(super) fn name(&mut self, what: &str) -> Result<&'a str> {
         let len = self.length(1, &format!("a length of {what}"))?;
         if len == 0 || len > MAX_NAME_BYTES {
-            return Err(EngineError::model(format!(
-                "expected {what} of 1 to {MAX_NAME_BYTES} bytes, got {len}"
-            )));
+            return Err(EngineError::model(format!("expected {what} of 1 to {MAX_NAME_BYTES} bytes, got {len}")));
         }
         let bytes = self.take(len, what)?;
         std::str::from_utf8(bytes).map_err(|_| {
-            EngineError::model(format!(
-                "expected {what} in UTF-8, got {}",
-                shown(&String::from_utf8_lossy(bytes))
-            ))
+            EngineError::model(format!("expected {what} in UTF-8, got {}", shown(&String::from_utf8_lossy(bytes))))
         })
     }
 
@@ -138,9 +123,7 @@ impl<'a> Cursor<'a> {
                 let range = self.string(key)?;
                 let bytes = self.bytes.get(range.clone()).unwrap_or_default();
                 if std::str::from_utf8(bytes).is_err() {
-                    return Err(EngineError::model(format!(
-                        "key {key}: expected a text in UTF-8"
-                    )));
+                    return Err(EngineError::model(format!("key {key}: expected a text in UTF-8")));
                 }
                 Value::Text(range)
             }
@@ -149,26 +132,17 @@ impl<'a> Cursor<'a> {
             kind::I64 => Value::Signed(i64::from_le_bytes(self.array(key)?)),
             kind::F64 => Value::Float(f64::from_le_bytes(self.array(key)?)),
             other => {
-                return Err(EngineError::model(format!(
-                    "key {key}: expected a value type of 0 to 12, got {other}"
-                )));
+                return Err(EngineError::model(format!("key {key}: expected a value type of 0 to 12, got {other}")));
             }
         })
     }
 
     fn array_value(&mut self, key: &str) -> Result<Value> {
         let element = self.u32(key)?;
-        let count = self.length(
-            smallest(element, key)?,
-            &format!("an array length of key {key}"),
-        )?;
+        let count = self.length(smallest(element, key)?, &format!("an array length of key {key}"))?;
         let start = self.position;
         self.skip_elements(element, count, key, 0)?;
-        Ok(Value::Array(Array {
-            element,
-            count,
-            range: start..self.position,
-        }))
+        Ok(Value::Array(Array { element, count, range: start..self.position }))
     }
 
     fn skip_elements(&mut self, element: u32, count: usize, key: &str, depth: u32) -> Result<()> {
@@ -186,10 +160,7 @@ impl<'a> Cursor<'a> {
                 }
                 for _ in 0..count {
                     let inner = self.u32(key)?;
-                    let inner_count = self.length(
-                        smallest(inner, key)?,
-                        &format!("an array length of key {key}"),
-                    )?;
+                    let inner_count = self.length(smallest(inner, key)?, &format!("an array length of key {key}"))?;
                     self.skip_elements(inner, inner_count, key, depth + 1)?;
                 }
             }
@@ -211,9 +182,7 @@ fn smallest(element: u32, key: &str) -> Result<usize> {
         kind::U64 | kind::I64 | kind::F64 | kind::STRING => 8,
         kind::ARRAY => 12,
         other => {
-            return Err(EngineError::model(format!(
-                "key {key}: expected an element type of 0 to 12, got {other}"
-            )));
+            return Err(EngineError::model(format!("key {key}: expected an element type of 0 to 12, got {other}")));
         }
     })
 }
@@ -259,10 +228,7 @@ pub(super) struct Metadata<'a> {
 
 impl<'a> Metadata<'a> {
     fn wrong(key: &str, expected: &str, got: &Value) -> EngineError {
-        EngineError::model(format!(
-            "key {key}: expected {expected}, got {}",
-            got.kind()
-        ))
+        EngineError::model(format!("key {key}: expected {expected}, got {}", got.kind()))
     }
 
     /// A whole number. Writers disagree on signedness, so both are taken.
@@ -270,11 +236,9 @@ impl<'a> Metadata<'a> {
         match self.values.get(key) {
             None => Ok(None),
             Some(Value::Unsigned(count)) => Ok(Some(*count)),
-            Some(Value::Signed(count)) => u64::try_from(*count).map(Some).map_err(|_| {
-                EngineError::model(format!(
-                    "key {key}: expected a number of at least 0, got {count}"
-                ))
-            }),
+            Some(Value::Signed(count)) => u64::try_from(*count)
+                .map(Some)
+                .map_err(|_| EngineError::model(format!("key {key}: expected a number of at least 0, got {count}"))),
             Some(other) => Err(Self::wrong(key, "a whole number", other)),
         }
     }
@@ -315,10 +279,7 @@ impl<'a> Metadata<'a> {
         let Some(array) = self.array(key, &[kind::STRING], "an array of texts")? else {
             return Ok(None);
         };
-        let mut cursor = Cursor {
-            bytes: self.bytes,
-            position: array.range.start,
-        };
+        let mut cursor = Cursor { bytes: self.bytes, position: array.range.start };
         (0..array.count)
             .map(|index| {
                 let range = cursor.string(key)?;
@@ -336,21 +297,14 @@ impl<'a> Metadata<'a> {
 
     /// An array of 32-bit integers, or one number for all.
     pub(super) fn integers(&self, key: &str) -> Result<Option<Vec<i64>>> {
-        if let Some(count) = self
-            .values
-            .get(key)
-            .filter(|value| !matches!(value, Value::Array(_)))
-        {
+        if let Some(count) = self.values.get(key).filter(|value| !matches!(value, Value::Array(_))) {
             return match count {
-                Value::Unsigned(number) => {
-                    Ok(i64::try_from(*number).ok().map(|number| vec![number]))
-                }
+                Value::Unsigned(number) => Ok(i64::try_from(*number).ok().map(|number| vec![number])),
                 Value::Signed(number) => Ok(Some(vec![*number])),
                 other => Err(Self::wrong(key, "whole numbers", other)),
             };
         }
-        let Some(array) = self.array(key, &[kind::I32, kind::U32], "an array of whole numbers")?
-        else {
+        let Some(array) = self.array(key, &[kind::I32, kind::U32], "an array of whole numbers")? else {
             return Ok(None);
         };
         let bytes = self.bytes.get(array.range.clone()).unwrap_or_default();
@@ -360,11 +314,7 @@ impl<'a> Metadata<'a> {
                 .chunks_exact(4)
                 .map(|b| {
                     let unsigned = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                    if is_signed {
-                        i64::from(unsigned.cast_signed())
-                    } else {
-                        i64::from(unsigned)
-                    }
+                    if is_signed { i64::from(unsigned.cast_signed()) } else { i64::from(unsigned) }
                 })
                 .collect(),
         ))

@@ -65,11 +65,8 @@ impl ModelFile<'static> {
         }
         let bytes = map_file(path)?;
         if !bytes.starts_with(b"GGUF") {
-            return Err(EngineError::model(format!(
-                "expected a model folder or a .gguf file, got {}",
-                path.display()
-            ))
-            .with_hint("for safetensors, give the folder that holds config.json"));
+            return Err(EngineError::model(format!("expected a model folder or a .gguf file, got {}", path.display()))
+                .with_hint("for safetensors, give the folder that holds config.json"));
         }
         open_gguf(bytes, display_name(path)).map_err(|error| error.within(path.display()))
     }
@@ -90,52 +87,34 @@ impl<'a> ModelFile<'a> {
         tensors: LentTensors<'a>,
     ) -> Result<Self> {
         let config = parse_json(config_json.as_bytes(), "config.json")?;
-        let generation = generation_config
-            .map(|json| parse_json(json.as_bytes(), "generation_config.json"))
-            .transpose()?;
-        let tokenizer_config = tokenizer_config
-            .map(|json| parse_json(json.as_bytes(), "tokenizer_config.json"))
-            .transpose()?;
+        let generation =
+            generation_config.map(|json| parse_json(json.as_bytes(), "generation_config.json")).transpose()?;
+        let tokenizer_config =
+            tokenizer_config.map(|json| parse_json(json.as_bytes(), "tokenizer_config.json")).transpose()?;
         let spec = ModelSpec::from_config(&config, generation.as_ref())?;
         let tokenizer = tokenizer_json.map(Tokenizer::from_json).transpose()?;
         let chat_template = template(tokenizer_config.as_ref(), None, &spec, tokenizer.as_ref());
         let tokenizer = tokenizer.map(Arc::new);
-        let path = config
-            .get("_name_or_path")
-            .and_then(Value::as_str)
-            .filter(|path| !path.is_empty());
+        let path = config.get("_name_or_path").and_then(Value::as_str).filter(|path| !path.is_empty());
         let name = path.unwrap_or("model").to_owned();
-        Ok(Self {
-            name,
-            spec,
-            tokenizer,
-            chat_template,
-            tensors: TensorStore::lent(tensors)?,
-        })
+        Ok(Self { name, spec, tokenizer, chat_template, tensors: TensorStore::lent(tensors)? })
     }
 }
 
 fn open_folder(folder: &Path) -> Result<ModelFile<'static>> {
     let config_path = folder.join("config.json");
     if !config_path.exists() {
-        return Err(EngineError::model(format!(
-            "expected config.json in {}, got none",
-            folder.display()
-        ))
-        .with_hint("give a Hugging Face model folder, or the path of a .gguf file"));
+        return Err(EngineError::model(format!("expected config.json in {}, got none", folder.display()))
+            .with_hint("give a Hugging Face model folder, or the path of a .gguf file"));
     }
     let config = read_json(&config_path)?;
     let optional = |name: &str| {
         let path = folder.join(name);
-        if path.exists() {
-            read_json(&path).map(Some)
-        } else {
-            Ok(None)
-        }
+        if path.exists() { read_json(&path).map(Some) } else { Ok(None) }
     };
     let generation = optional("generation_config.json")?;
-    let spec = ModelSpec::from_config(&config, generation.as_ref())
-        .map_err(|error| error.within(config_path.display()))?;
+    let spec =
+        ModelSpec::from_config(&config, generation.as_ref()).map_err(|error| error.within(config_path.display()))?;
     let mut tensors = TensorStore::default();
     if !safetensors::read_folder(folder, &mut tensors)? {
         return Err(checkpoint::missing_weights(folder));
@@ -151,26 +130,14 @@ fn open_folder(folder: &Path) -> Result<ModelFile<'static>> {
     let template_file = if template_path.exists() {
         let bytes = read_limited(&template_path, MAX_CONFIG_BYTES)?;
         Some(String::from_utf8(bytes).map_err(|error| {
-            EngineError::model(format!("expected a template in UTF-8: {error}"))
-                .within(template_path.display())
+            EngineError::model(format!("expected a template in UTF-8: {error}")).within(template_path.display())
         })?)
     } else {
         None
     };
     let tokenizer_config = optional("tokenizer_config.json")?;
-    let chat_template = template(
-        tokenizer_config.as_ref(),
-        template_file.as_deref(),
-        &spec,
-        tokenizer.as_ref(),
-    );
-    Ok(ModelFile {
-        name: display_name(folder),
-        spec,
-        tokenizer: tokenizer.map(Arc::new),
-        chat_template,
-        tensors,
-    })
+    let chat_template = template(tokenizer_config.as_ref(), template_file.as_deref(), &spec, tokenizer.as_ref());
+    Ok(ModelFile { name: display_name(folder), spec, tokenizer: tokenizer.map(Arc::new), chat_template, tensors })
 }
 
 fn open_gguf(bytes: HostBytes, name: String) -> Result<ModelFile<'static>> {
@@ -178,30 +145,16 @@ fn open_gguf(bytes: HostBytes, name: String) -> Result<ModelFile<'static>> {
     let spec = gguf_model::spec(&parsed)?;
     let tokenizer = gguf_tokenizer::read(&parsed.metadata)?;
     let source = parsed.metadata.text("tokenizer.chat_template")?;
-    let chat_template = source
-        .map(|source| ChatTemplate::new(source, special_texts(None, &spec, tokenizer.as_ref())));
+    let chat_template = source.map(|source| ChatTemplate::new(source, special_texts(None, &spec, tokenizer.as_ref())));
     let name = parsed.metadata.text("general.name")?.map_or(name, shown);
     let described = parsed.tensors;
     let mut tensors = TensorStore::default();
     let file = tensors.add_file(bytes);
     for tensor in described {
         let order = gguf_model::row_order(&spec, &tensor.name);
-        tensors.add(
-            gguf_model::canonical(&tensor.name),
-            tensor.dtype,
-            tensor.shape,
-            order,
-            file,
-            tensor.range,
-        )?;
+        tensors.add(gguf_model::canonical(&tensor.name), tensor.dtype, tensor.shape, order, file, tensor.range)?;
     }
-    Ok(ModelFile {
-        name,
-        spec,
-        tokenizer: tokenizer.map(Arc::new),
-        chat_template,
-        tensors,
-    })
+    Ok(ModelFile { name, spec, tokenizer: tokenizer.map(Arc::new), chat_template, tensors })
 }
 
 fn template(
@@ -215,17 +168,10 @@ fn template(
 }
 
 /// Texts of the special tokens: as the tokenizer's configuration says, else of the spec's ids.
-fn special_texts(
-    config: Option<&Value>,
-    spec: &ModelSpec,
-    tokenizer: Option<&Tokenizer>,
-) -> SpecialTexts {
+fn special_texts(config: Option<&Value>, spec: &ModelSpec, tokenizer: Option<&Tokenizer>) -> SpecialTexts {
     let configured = |name: &str| {
         let field = config?.get(name)?;
-        field
-            .as_str()
-            .or_else(|| field.get("content")?.as_str())
-            .map(str::to_owned)
+        field.as_str().or_else(|| field.get("content")?.as_str()).map(str::to_owned)
     };
     let text = |id: Option<u32>| tokenizer?.token_text(id?).map(str::to_owned);
     SpecialTexts {
@@ -238,19 +184,13 @@ fn require_folder(folder: &Path) -> Result<()> {
     if folder.is_dir() {
         return Ok(());
     }
-    Err(EngineError::model(format!(
-        "expected a folder at {}, got none",
-        folder.display()
-    )))
+    Err(EngineError::model(format!("expected a folder at {}, got none", folder.display())))
 }
 
 /// Maps a regular file.
 fn map_file(path: &Path) -> Result<HostBytes> {
     if !path.is_file() {
-        return Err(EngineError::model(format!(
-            "expected a file at {}, got none",
-            path.display()
-        )));
+        return Err(EngineError::model(format!("expected a file at {}, got none", path.display())));
     }
     HostBytes::map(path).map_err(|error| unreadable(path, &error))
 }
@@ -258,21 +198,15 @@ fn map_file(path: &Path) -> Result<HostBytes> {
 /// Reads a small file whole.
 fn read_limited(path: &Path, most: u64) -> Result<Vec<u8>> {
     if !path.is_file() {
-        return Err(EngineError::model(format!(
-            "expected a file at {}, got none",
-            path.display()
-        )));
+        return Err(EngineError::model(format!("expected a file at {}, got none", path.display())));
     }
     let file = File::open(path).map_err(|error| unreadable(path, &error))?;
     let mut bytes = Vec::new();
-    file.take(most + 1)
-        .read_to_end(&mut bytes)
-        .map_err(|error| unreadable(path, &error))?;
+    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| unreadable(path, &error))?;
     if bytes.len() as u64 > most {
-        return Err(EngineError::model(format!(
-            "expected a file of at most {most} bytes, got more"
-        ))
-        .within(path.display()));
+        return Err(
+            EngineError::model(format!("expected a file of at most {most} bytes, got more")).within(path.display())
+        );
     }
     Ok(bytes)
 }
@@ -283,28 +217,17 @@ fn read_json(path: &Path) -> Result<Value> {
 }
 
 fn parse_json(bytes: &[u8], name: &str) -> Result<Value> {
-    serde_json::from_slice(bytes)
-        .map_err(|error| EngineError::model(format!("{name}: expected JSON: {error}")))
+    serde_json::from_slice(bytes).map_err(|error| EngineError::model(format!("{name}: expected JSON: {error}")))
 }
 
 fn unreadable(path: &Path, error: &std::io::Error) -> EngineError {
-    EngineError::model(format!(
-        "expected a readable file at {}: {error}",
-        path.display()
-    ))
+    EngineError::model(format!("expected a readable file at {}: {error}", path.display()))
 }
 
 fn display_name(path: &Path) -> String {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let name = if path.is_dir() {
-        path.file_name()
-    } else {
-        path.file_stem()
-    };
-    name.map_or_else(
-        || "model".to_owned(),
-        |name| name.to_string_lossy().into_owned(),
-    )
+    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// The error for a family that is not supported.

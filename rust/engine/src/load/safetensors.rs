@@ -41,8 +41,7 @@ struct Index {
 fn read_shards(folder: &Path, index_path: &Path, store: &mut TensorStore<'_>) -> Result<()> {
     let bytes = read_limited(index_path, MAX_INDEX_BYTES)?;
     let index: Index = serde_json::from_slice(&bytes).map_err(|error| {
-        EngineError::model(format!("expected an index of shards: {error}"))
-            .within(index_path.display())
+        EngineError::model(format!("expected an index of shards: {error}")).within(index_path.display())
     })?;
     let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (tensor, shard) in &index.weight_map {
@@ -51,16 +50,11 @@ fn read_shards(folder: &Path, index_path: &Path, store: &mut TensorStore<'_>) ->
     for (shard, tensors) in &mut shards {
         tensors.sort_unstable();
         let mut parts = Path::new(shard).components();
-        let is_plain = matches!(
-            (parts.next(), parts.next()),
-            (Some(Component::Normal(_)), None)
-        ) && !shard.contains(['/', '\\', '\0']);
+        let is_plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+            && !shard.contains(['/', '\\', '\0']);
         if !is_plain {
-            return Err(EngineError::model(format!(
-                "expected shards inside the folder, got {}",
-                shown(shard)
-            ))
-            .within(index_path.display()));
+            return Err(EngineError::model(format!("expected shards inside the folder, got {}", shown(shard)))
+                .within(index_path.display()));
         }
         let path = folder.join(shard);
         if !path.exists() {
@@ -94,9 +88,7 @@ pub(super) fn add_bytes(bytes: HostBytes, store: &mut TensorStore<'_>) -> Result
     let mut found = Vec::new();
     // In the order of their data, so that the first one past the end of a cut file is the one named.
     for name in metadata.offset_keys() {
-        let info = metadata
-            .info(&name)
-            .ok_or_else(|| EngineError::model("expected every tensor to be described"))?;
+        let info = metadata.info(&name).ok_or_else(|| EngineError::model("expected every tensor to be described"))?;
         let (start, end) = info.data_offsets;
         if end > data_len {
             return Err(EngineError::model(format!(
@@ -123,12 +115,7 @@ pub(super) fn add_bytes(bytes: HostBytes, store: &mut TensorStore<'_>) -> Result
             Dtype::U8 | Dtype::I8 => TensorType::Other("8-bit integers"),
             _ => TensorType::Other("another type"),
         };
-        found.push((
-            name,
-            dtype,
-            info.shape.clone(),
-            data_start + start..data_start + end,
-        ));
+        found.push((name, dtype, info.shape.clone(), data_start + start..data_start + end));
     }
     let file = store.add_file(bytes);
     for (name, dtype, shape, range) in found {
@@ -140,9 +127,7 @@ pub(super) fn add_bytes(bytes: HostBytes, store: &mut TensorStore<'_>) -> Result
 /// Where the data starts, and the parsed header.
 fn header(bytes: &[u8]) -> Result<(usize, Metadata)> {
     if let Some(format) = foreign(bytes) {
-        return Err(EngineError::model(format!(
-            "expected a safetensors file, got {format}"
-        )));
+        return Err(EngineError::model(format!("expected a safetensors file, got {format}")));
     }
     let Some(len_bytes) = bytes.first_chunk::<8>() else {
         return Err(EngineError::model(format!(
@@ -166,12 +151,8 @@ fn header(bytes: &[u8]) -> Result<(usize, Metadata)> {
     };
     let text = std::str::from_utf8(text)
         .map_err(|error| EngineError::model(format!("expected a header in UTF-8: {error}")))?;
-    let metadata = serde_json::from_str(text).map_err(|error| {
-        EngineError::model(format!(
-            "expected a safetensors header: {}",
-            shown(&error.to_string())
-        ))
-    })?;
+    let metadata = serde_json::from_str(text)
+        .map_err(|error| EngineError::model(format!("expected a safetensors header: {}", shown(&error.to_string()))))?;
     Ok((data_start, metadata))
 }
 
@@ -181,15 +162,9 @@ fn foreign(bytes: &[u8]) -> Option<&'static str> {
     if start.starts_with(b"PK\x03\x04") {
         return Some("a zip archive (a pickled torch checkpoint?)");
     }
-    if start.starts_with(b"\x80\x02")
-        || start.starts_with(b"\x80\x03")
-        || start.starts_with(b"\x80\x04")
-    {
+    if start.starts_with(b"\x80\x02") || start.starts_with(b"\x80\x03") || start.starts_with(b"\x80\x04") {
         // A header length never reaches these numbers below the cap unless its upper bytes are zero.
-        return start
-            .get(3..8)
-            .is_some_and(|upper| upper != [0; 5])
-            .then_some("a Python pickle");
+        return start.get(3..8).is_some_and(|upper| upper != [0; 5]).then_some("a Python pickle");
     }
     if start.starts_with(b"GGUF") {
         return Some("a GGUF file");
@@ -198,10 +173,7 @@ fn foreign(bytes: &[u8]) -> Option<&'static str> {
         return Some("a Git LFS pointer; the weights were not downloaded");
     }
     let text = start.trim_ascii_start();
-    if text.starts_with(b"<!")
-        || text.starts_with(b"<html")
-        || text.starts_with(b"<HTML")
-        || text.starts_with(b"<?xml")
+    if text.starts_with(b"<!") || text.starts_with(b"<html") || text.starts_with(b"<HTML") || text.starts_with(b"<?xml")
     {
         return Some("a web page");
     }

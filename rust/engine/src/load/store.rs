@@ -35,9 +35,7 @@ impl From<HostType> for TensorType {
 impl TensorType {
     /// Bytes of a tensor of this shape; `None` for an unknown size or one past all bounds.
     fn bytes(self, shape: &[usize]) -> Option<usize> {
-        let elements = shape
-            .iter()
-            .try_fold(1usize, |product, dim| product.checked_mul(*dim))?;
+        let elements = shape.iter().try_fold(1usize, |product, dim| product.checked_mul(*dim))?;
         let (len, size) = match self {
             Self::Weight(dtype) => (block_len(dtype), block_bytes(dtype)),
             Self::I32 => (1, 4),
@@ -90,15 +88,7 @@ impl<'a> TensorStore<'a> {
                     bytes.len()
                 )));
             }
-            store.insert(
-                name,
-                Stored {
-                    dtype,
-                    shape,
-                    order: RowOrder::AsStored,
-                    place: Place::Lent(bytes),
-                },
-            )?;
+            store.insert(name, Stored { dtype, shape, order: RowOrder::AsStored, place: Place::Lent(bytes) })?;
         }
         Ok(store)
     }
@@ -119,50 +109,33 @@ impl<'a> TensorStore<'a> {
         file: usize,
         range: Range<usize>,
     ) -> Result<()> {
-        self.insert(
-            name,
-            Stored {
-                dtype,
-                shape,
-                order,
-                place: Place::Mapped { file, range },
-            },
-        )
+        self.insert(name, Stored { dtype, shape, order, place: Place::Mapped { file, range } })
     }
 
     fn insert(&mut self, name: String, stored: Stored<'a>) -> Result<()> {
         if self.tensors.contains_key(&name) {
-            return Err(EngineError::model(format!(
-                "expected every tensor once, got {} twice",
-                shown(&name)
-            )));
+            return Err(EngineError::model(format!("expected every tensor once, got {} twice", shown(&name))));
         }
         self.tensors.insert(name, stored);
         Ok(())
     }
 
     fn find(&self, name: &str) -> Option<&Stored<'a>> {
-        self.tensors
-            .get(name)
-            .or_else(|| match name.strip_prefix("model.") {
-                Some(short) => self.tensors.get(short),
-                None => self.tensors.get(&format!("model.{name}")),
-            })
+        self.tensors.get(name).or_else(|| match name.strip_prefix("model.") {
+            Some(short) => self.tensors.get(short),
+            None => self.tensors.get(&format!("model.{name}")),
+        })
     }
 
     fn required(&self, name: &str) -> Result<&Stored<'a>> {
-        self.find(name).ok_or_else(|| {
-            EngineError::model(format!("expected a tensor {}, got none", shown(name)))
-        })
+        self.find(name).ok_or_else(|| EngineError::model(format!("expected a tensor {}, got none", shown(name))))
     }
 
     fn bytes<'s>(&'s self, stored: &'s Stored<'a>) -> &'s [u8] {
         match &stored.place {
-            Place::Mapped { file, range } => self
-                .files
-                .get(*file)
-                .and_then(|file| file.get(range.clone()))
-                .unwrap_or_default(),
+            Place::Mapped { file, range } => {
+                self.files.get(*file).and_then(|file| file.get(range.clone())).unwrap_or_default()
+            }
             Place::Lent(bytes) => bytes,
         }
     }
@@ -196,24 +169,14 @@ impl<'a> TensorStore<'a> {
         let [rows, cols] = stored.shape[..] else {
             return Err(wrong_shape(name, "two dimensions", &stored.shape));
         };
-        Ok(HostMatrix {
-            bytes: self.bytes(stored),
-            dtype,
-            rows,
-            cols,
-            order: stored.order,
-        })
+        Ok(HostMatrix { bytes: self.bytes(stored), dtype, rows, cols, order: stored.order })
     }
 
     /// A matrix of weights of exactly this shape.
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix<'_>> {
         let matrix = self.tensor(name)?;
         if (matrix.rows, matrix.cols) != (rows, cols) {
-            return Err(wrong_shape(
-                name,
-                &format!("[{rows}, {cols}]"),
-                &[matrix.rows, matrix.cols],
-            ));
+            return Err(wrong_shape(name, &format!("[{rows}, {cols}]"), &[matrix.rows, matrix.cols]));
         }
         Ok(matrix)
     }
@@ -226,18 +189,9 @@ impl<'a> TensorStore<'a> {
         }
         let bytes = self.bytes(stored);
         match weight_type(name, stored)? {
-            HostType::F32 => Ok(bytes
-                .chunks_exact(4)
-                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect()),
-            HostType::F16 => Ok(bytes
-                .chunks_exact(2)
-                .map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect()),
-            HostType::BF16 => Ok(bytes
-                .chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect()),
+            HostType::F32 => Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()),
+            HostType::F16 => Ok(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()),
+            HostType::BF16 => Ok(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()),
             other => Err(EngineError::model(format!(
                 "tensor {}: expected a vector of f32, f16 or bf16, got {other:?}",
                 shown(name)
@@ -257,15 +211,11 @@ impl<'a> TensorStore<'a> {
                 .chunks_exact(8)
                 .map(|b| i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
                 .collect()),
-            TensorType::I32 => Ok(bytes
-                .chunks_exact(4)
-                .map(|b| i64::from(i32::from_le_bytes([b[0], b[1], b[2], b[3]])))
-                .collect()),
+            TensorType::I32 => {
+                Ok(bytes.chunks_exact(4).map(|b| i64::from(i32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect())
+            }
             TensorType::Bool => Ok(bytes.iter().map(|byte| i64::from(*byte != 0)).collect()),
-            other => Err(EngineError::model(format!(
-                "tensor {}: expected integers, got {other:?}",
-                shown(name)
-            ))),
+            other => Err(EngineError::model(format!("tensor {}: expected integers, got {other:?}", shown(name)))),
         }
     }
 }
@@ -278,16 +228,10 @@ fn weight_type(name: &str, stored: &Stored<'_>) -> Result<HostType> {
              {other}, which is not supported yet",
             shown(name)
         ))),
-        other => Err(EngineError::model(format!(
-            "tensor {}: expected weights, got {other:?}",
-            shown(name)
-        ))),
+        other => Err(EngineError::model(format!("tensor {}: expected weights, got {other:?}", shown(name)))),
     }
 }
 
 fn wrong_shape(name: &str, expected: &str, got: &[usize]) -> EngineError {
-    EngineError::model(format!(
-        "tensor {}: expected shape {expected}, got {got:?}",
-        shown(name)
-    ))
+    EngineError::model(format!("tensor {}: expected shape {expected}, got {got:?}", shown(name)))
 }

@@ -31,10 +31,7 @@ pub struct Tokenizer {
 
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("Tokenizer")
-            .field("vocab_size", &self.texts.len())
-            .finish_non_exhaustive()
+        formatter.debug_struct("Tokenizer").field("vocab_size", &self.texts.len()).finish_non_exhaustive()
     }
 }
 
@@ -64,16 +61,10 @@ struct OutlineModel {
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn from_json(bytes: &[u8]) -> Result<Self> {
-        let outline: Outline = serde_json::from_slice(bytes).map_err(|error| {
-            EngineError::model(format!(
-                "expected a tokenizer.json: {}",
-                shown(&error.to_string())
-            ))
-        })?;
+        let outline: Outline = serde_json::from_slice(bytes)
+            .map_err(|error| EngineError::model(format!("expected a tokenizer.json: {}", shown(&error.to_string()))))?;
         outline.model.check()?;
-        let mut inner = guarded("reading the tokenizer", || {
-            tokenizers::Tokenizer::from_bytes(bytes)
-        })?;
+        let mut inner = guarded("reading the tokenizer", || tokenizers::Tokenizer::from_bytes(bytes))?;
         inner
             .with_truncation(None)
             .map_err(|error| EngineError::model(format!("expected a tokenizer: {error}")))?
@@ -95,39 +86,22 @@ impl Tokenizer {
         let vocab = inner.get_vocab(true);
         let size = vocab.values().max().map_or(0, |id| *id as usize + 1);
         if size == 0 || size > MAX_TOKENS {
-            return Err(EngineError::model(format!(
-                "expected a vocabulary of 1 to {MAX_TOKENS} tokens, got {size}"
-            )));
+            return Err(EngineError::model(format!("expected a vocabulary of 1 to {MAX_TOKENS} tokens, got {size}")));
         }
         drop(vocab);
         let added = inner.get_added_vocabulary();
         let texts: Vec<Option<String>> = (0..size as u32)
             // An added token that was normalized is decoded in that form.
-            .map(|id| {
-                added
-                    .simple_id_to_token(id)
-                    .or_else(|| inner.id_to_token(id))
-            })
+            .map(|id| added.simple_id_to_token(id).or_else(|| inner.id_to_token(id)))
             .collect();
-        let special = texts
-            .iter()
-            .map(|text| {
-                text.as_ref()
-                    .is_some_and(|text| added.is_special_token(text))
-            })
-            .collect();
+        let special = texts.iter().map(|text| text.as_ref().is_some_and(|text| added.is_special_token(text))).collect();
         let decoder = inner
             .get_decoder()
             .map(serde_json::to_value)
             .transpose()
             .map_err(|error| EngineError::model(format!("expected a decoder: {error}")))?;
         let table = Arc::new(token_table::build(&texts, special, decoder.as_ref())?);
-        Ok(Self {
-            inner,
-            texts,
-            table,
-            added: Added::default(),
-        })
+        Ok(Self { inner, texts, table, added: Added::default() })
     }
 
     pub(super) fn with_added(mut self, added: Added) -> Self {
@@ -138,19 +112,9 @@ impl Tokenizer {
     /// Token ids of a text. The text of a special token becomes that token; `add_special` puts around the text what the
     /// model was trained to see there (never on top of a rendered chat).
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>> {
-        let encoding = guarded("encoding a text", || {
-            self.inner.encode_fast(text, add_special)
-        })?;
-        let Added { first, last } = if add_special {
-            self.added
-        } else {
-            Added::default()
-        };
-        Ok(first
-            .into_iter()
-            .chain(encoding.get_ids().iter().copied())
-            .chain(last)
-            .collect())
+        let encoding = guarded("encoding a text", || self.inner.encode_fast(text, add_special))?;
+        let Added { first, last } = if add_special { self.added } else { Added::default() };
+        Ok(first.into_iter().chain(encoding.get_ids().iter().copied()).chain(last).collect())
     }
 
     /// Text of tokens without special ones, by the tokenizer's own decoder. [`Tokenizer::table`] gives the same text
@@ -171,13 +135,7 @@ impl Tokenizer {
 
     /// The id of a special token.
     pub fn special_token_id(&self, text: &str) -> Option<TokenId> {
-        self.token_id(text).filter(|id| {
-            self.table
-                .special
-                .get(*id as usize)
-                .copied()
-                .unwrap_or(false)
-        })
+        self.token_id(text).filter(|id| self.table.special.get(*id as usize).copied().unwrap_or(false))
     }
 
     /// One more than the largest token id.
@@ -227,12 +185,9 @@ fn unsupported_model(kind: &str) -> EngineError {
 fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => Err(EngineError::model(format!(
-            "{what}: expected a valid tokenizer: {}",
-            shown(&error.to_string())
-        ))),
-        Err(_) => Err(EngineError::model(format!(
-            "{what}: expected a valid tokenizer, got one that cannot be used"
-        ))),
+        Ok(Err(error)) => {
+            Err(EngineError::model(format!("{what}: expected a valid tokenizer: {}", shown(&error.to_string()))))
+        }
+        Err(_) => Err(EngineError::model(format!("{what}: expected a valid tokenizer, got one that cannot be used"))),
     }
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use slipstream_kernels::{AttentionPlan, AttentionWeights, Backend, HostMatrix, MlpWeights, Rope, Slot, SlotMove, Storage};
+use slipstream_kernels::{
+    AttentionPlan, AttentionWeights, Backend, HostMatrix, MlpWeights, Rope, Slot, SlotMove, Storage,
+};
 
 use super::spec::ModelSpec;
 use super::{FeaturePoint, Forward, Target};
@@ -50,12 +52,7 @@ pub struct Pass<'a> {
 
 impl<'a> From<&'a Rows> for Pass<'a> {
     fn from(rows: &'a Rows) -> Self {
-        Self {
-            token_ids: &rows.token_ids,
-            positions: &rows.positions,
-            slots: &rows.slots,
-            attention: &rows.attention,
-        }
+        Self { token_ids: &rows.token_ids, positions: &rows.positions, slots: &rows.slots, attention: &rows.attention }
     }
 }
 
@@ -142,10 +139,7 @@ impl<B: Backend> DecoderWeights<B> {
 pub(crate) fn vector_of(tensors: &TensorStore<'_>, name: &str, len: usize) -> Result<Vec<f32>> {
     let values = tensors.vector(name)?;
     if values.len() != len {
-        return Err(EngineError::model(format!(
-            "tensor {name}: expected the shape [{len}], got [{}]",
-            values.len()
-        )));
+        return Err(EngineError::model(format!("tensor {name}: expected the shape [{len}], got [{}]", values.len())));
     }
     Ok(values)
 }
@@ -158,7 +152,8 @@ fn tap<B: Backend>(
     x: &B::Activations,
     taken: &mut Vec<(usize, B::Activations)>,
 ) {
-    let is_wanted = points.iter().any(|point| matches!(point, FeaturePoint::Boundaries(list) if list.contains(&boundary)));
+    let is_wanted =
+        points.iter().any(|point| matches!(point, FeaturePoint::Boundaries(list) if list.contains(&boundary)));
     if is_wanted {
         taken.push((boundary, backend.stack(&[x])));
     }
@@ -182,9 +177,7 @@ impl<B: Backend> Layer<B> {
         let vector =
             |name: &str, len: usize| -> Result<Vec<f32>> { vector_of(tensors, &format!("{prefix}.{name}"), len) };
         let upload = |parts: &[HostMatrix<'_>], names: &str| {
-            backend
-                .upload(parts, storage)
-                .map_err(|error| EngineError::from(error).within(format!("{prefix}.{names}")))
+            backend.upload(parts, storage).map_err(|error| EngineError::from(error).within(format!("{prefix}.{names}")))
         };
         let qkv_bias = if spec.qkv_bias {
             let mut bias = vector("self_attn.q_proj.bias", query)?;
@@ -251,7 +244,12 @@ pub struct Decoder<B: Backend> {
 
 impl<B: Backend> Decoder<B> {
     /// A decoder over `num_slots` slots that gives the features at `points` with every forward.
-    pub fn new(backend: Arc<B>, weights: Arc<DecoderWeights<B>>, num_slots: usize, points: Vec<FeaturePoint>) -> Result<Self> {
+    pub fn new(
+        backend: Arc<B>,
+        weights: Arc<DecoderWeights<B>>,
+        num_slots: usize,
+        points: Vec<FeaturePoint>,
+    ) -> Result<Self> {
         let spec = &weights.spec;
         let cache = backend.cache(spec.num_layers, num_slots, spec.num_kv_heads * spec.head_dim)?;
         let rope = spec.rope();

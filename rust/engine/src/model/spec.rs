@@ -100,12 +100,7 @@ impl ModelSpec {
         let inv_freq = match &self.rope_scaling {
             RopeScaling::None => inv_freq.collect(),
             RopeScaling::Linear { factor } => inv_freq.map(|freq| freq / factor).collect(),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position,
-            } => {
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
                 let longest_kept = original_max_position / high_freq_factor;
                 let shortest_divided = original_max_position / low_freq_factor;
                 inv_freq
@@ -123,15 +118,9 @@ impl ModelSpec {
                     })
                     .collect()
             }
-            RopeScaling::Divided { factors } => inv_freq
-                .zip(factors)
-                .map(|(freq, factor)| freq / factor)
-                .collect(),
+            RopeScaling::Divided { factors } => inv_freq.zip(factors).map(|(freq, factor)| freq / factor).collect(),
         };
-        Rope {
-            inv_freq,
-            amplitude: 1.0,
-        }
+        Rope { inv_freq, amplitude: 1.0 }
     }
 
     /// Refuses sizes that do not fit together, naming the field. Both readers end here.
@@ -142,19 +131,13 @@ impl ModelSpec {
             ("number of attention heads", self.num_heads, MAX_WIDTH),
             ("number of key/value heads", self.num_kv_heads, MAX_WIDTH),
             ("head dimension", self.head_dim, MAX_HEAD_DIM),
-            (
-                "intermediate size",
-                self.intermediate_size,
-                MAX_INTERMEDIATE,
-            ),
+            ("intermediate size", self.intermediate_size, MAX_INTERMEDIATE),
             ("vocabulary size", self.vocab_size, MAX_VOCAB),
             ("context length", self.max_position, MAX_CONTEXT),
         ];
         for (name, value, most) in sizes {
             if value == 0 || value > most {
-                return Err(EngineError::model(format!(
-                    "expected a {name} of 1 to {most}, got {value}"
-                )));
+                return Err(EngineError::model(format!("expected a {name} of 1 to {most}, got {value}")));
             }
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
@@ -164,10 +147,7 @@ impl ModelSpec {
             )));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(EngineError::model(format!(
-                "expected an even head dimension, got {}",
-                self.head_dim
-            )));
+            return Err(EngineError::model(format!("expected an even head dimension, got {}", self.head_dim)));
         }
         if self.num_heads * self.head_dim > 4 * MAX_WIDTH {
             return Err(EngineError::model(format!(
@@ -182,23 +162,13 @@ impl ModelSpec {
         match &self.rope_scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => {
-                in_range("rotary scaling factor", *factor, 1e-3, 1e6)?
+                in_range("rotary scaling factor", *factor, 1e-3, 1e6)?;
             }
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position,
-            } => {
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
                 in_range("rotary scaling factor", *factor, 1e-3, 1e6)?;
                 in_range("low_freq_factor", *low_freq_factor, 1e-3, 1e6)?;
                 in_range("high_freq_factor", *high_freq_factor, 1e-3, 1e6)?;
-                in_range(
-                    "original_max_position_embeddings",
-                    *original_max_position,
-                    1.0,
-                    MAX_CONTEXT as f32,
-                )?;
+                in_range("original_max_position_embeddings", *original_max_position, 1.0, MAX_CONTEXT as f32)?;
                 if high_freq_factor <= low_freq_factor {
                     return Err(EngineError::model(format!(
                         "expected high_freq_factor above low_freq_factor, got {high_freq_factor} and {low_freq_factor}"
@@ -213,9 +183,7 @@ impl ModelSpec {
                         factors.len()
                     )));
                 }
-                factors
-                    .iter()
-                    .try_for_each(|factor| in_range("rotary factor", *factor, 1e-3, 1e6))?;
+                factors.iter().try_for_each(|factor| in_range("rotary factor", *factor, 1e-3, 1e6))?;
             }
         }
         in_range("attention scale", self.attention_scale, 1e-6, 1e3)?;
@@ -225,11 +193,8 @@ impl ModelSpec {
                 self.eos_token_ids.len()
             )));
         }
-        for (name, token) in self
-            .bos_token_id
-            .iter()
-            .map(|id| ("bos", *id))
-            .chain(self.eos_token_ids.iter().map(|id| ("eos", *id)))
+        for (name, token) in
+            self.bos_token_id.iter().map(|id| ("bos", *id)).chain(self.eos_token_ids.iter().map(|id| ("eos", *id)))
         {
             if token as usize >= self.vocab_size {
                 return Err(EngineError::model(format!(
@@ -251,7 +216,5 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<()> {
     if value >= low && value <= high {
         return Ok(());
     }
-    Err(EngineError::model(format!(
-        "expected {name} between {low} and {high}, got {value}"
-    )))
+    Err(EngineError::model(format!("expected {name} between {low} and {high}, got {value}")))
 }

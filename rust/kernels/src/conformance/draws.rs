@@ -21,17 +21,8 @@ pub(super) fn controls(temperature: f32) -> Controls {
 }
 
 pub(super) fn draw_of(controls: Controls, position: u32) -> Draw {
-    let coin = Coin {
-        seed: 0x1234_5678_9abc_def0,
-        sample: 3,
-        position,
-    };
-    Draw {
-        controls: Arc::new(controls),
-        coin,
-        seen: Arc::new([]),
-        banned: Arc::new([]),
-    }
+    let coin = Coin { seed: 0x1234_5678_9abc_def0, sample: 3, position };
+    Draw { controls: Arc::new(controls), coin, seen: Arc::new([]), banned: Arc::new([]) }
 }
 
 fn mixed_draws(random: &mut Random, rows: usize) -> Vec<Draw> {
@@ -39,76 +30,32 @@ fn mixed_draws(random: &mut Random, rows: usize) -> Vec<Draw> {
         controls(0.0),
         controls(0.7),
         controls(1.3),
-        Controls {
-            top_k: 20,
-            ..controls(1.0)
-        },
-        Controls {
-            top_p: 0.9,
-            ..controls(1.0)
-        },
-        Controls {
-            top_k: 300,
-            top_p: 0.99,
-            min_p: 1e-4,
-            ..controls(2.0)
-        },
-        Controls {
-            logit_bias: vec![(3, 2.0), (5, -4.0)],
-            num_tokens: 900,
-            ..controls(0.8)
-        },
+        Controls { top_k: 20, ..controls(1.0) },
+        Controls { top_p: 0.9, ..controls(1.0) },
+        Controls { top_k: 300, top_p: 0.99, min_p: 1e-4, ..controls(2.0) },
+        Controls { logit_bias: vec![(3, 2.0), (5, -4.0)], num_tokens: 900, ..controls(0.8) },
     ];
     // Few positions, so that rows share coins.
-    (0..rows)
-        .map(|_| {
-            draw_of(
-                kinds[random.below(kinds.len())].clone(),
-                random.below(5) as u32,
-            )
-        })
-        .collect()
+    (0..rows).map(|_| draw_of(kinds[random.below(kinds.len())].clone(), random.below(5) as u32)).collect()
 }
 
 fn rank_bits(ranked: &[Vec<Ranked>]) -> Vec<Vec<(u32, u32)>> {
-    ranked
-        .iter()
-        .map(|row| {
-            row.iter()
-                .map(|r| (r.token, r.log_chance.to_bits()))
-                .collect()
-        })
-        .collect()
+    ranked.iter().map(|row| row.iter().map(|r| (r.token, r.log_chance.to_bits())).collect()).collect()
 }
 
 pub(super) fn noise_is_the_scalar_noise(isa: Isa) {
     // Flat logits: the ranking shows the noise itself, in order.
     let len = 70_003;
     for (seed, sample, position) in [(0, 0, 0), (u64::MAX, u32::MAX, u32::MAX), (1 << 40, 1, 77)] {
-        let coin = Coin {
-            seed,
-            sample,
-            position,
-        };
-        let draw = Draw {
-            coin,
-            ..draw_of(controls(1.0), 0)
-        };
+        let coin = Coin { seed, sample, position };
+        let draw = Draw { coin, ..draw_of(controls(1.0), 0) };
         let cpu = Cpu::new(Some(2), Some(isa));
         let logits = cpu.from_host(&vec![0.5; len], len);
         let ranked = cpu.rank(&logits, Some(std::slice::from_ref(&draw)), 2000);
-        let mut expected: Vec<(f32, u32)> = (0..len as u32)
-            .map(|token| (math::noise(coin, token), token))
-            .collect();
+        let mut expected: Vec<(f32, u32)> = (0..len as u32).map(|token| (math::noise(coin, token), token)).collect();
         expected.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         let tokens: Vec<u32> = ranked[0].iter().map(|ranked| ranked.token).collect();
-        assert_eq!(
-            tokens,
-            expected[..2000]
-                .iter()
-                .map(|(_, token)| *token)
-                .collect::<Vec<_>>()
-        );
+        assert_eq!(tokens, expected[..2000].iter().map(|(_, token)| *token).collect::<Vec<_>>());
         assert_eq!(cpu.draw(&logits, &[draw]), [Drawn::Token(expected[0].1)]);
     }
 }
@@ -133,10 +80,7 @@ fn is_unlikely((sum, freedom): (f64, f64)) -> bool {
 pub(super) fn frequencies_are_the_probabilities(isa: Isa) {
     let logits = [1.0f32, -0.5, 0.3, 2.0, 0.3, -1.5, 0.0, 1.2, -0.2, 0.9, -3.0];
     let temperature = 0.8;
-    let weights: Vec<f64> = logits
-        .iter()
-        .map(|logit| (f64::from(*logit) / temperature).exp())
-        .collect();
+    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(*logit) / temperature).exp()).collect();
     let total: f64 = weights.iter().sum();
     let chances: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
     let cpu = Cpu::new(Some(2), Some(isa));
@@ -146,15 +90,10 @@ pub(super) fn frequencies_are_the_probabilities(isa: Isa) {
     let shared = Arc::new(controls(temperature as f32));
     for start in (0..num_draws).step_by(rows as usize) {
         let draws: Vec<Draw> = (start..start + rows)
-            .map(|position| Draw {
-                controls: Arc::clone(&shared),
-                ..draw_of(controls(1.0), position)
-            })
+            .map(|position| Draw { controls: Arc::clone(&shared), ..draw_of(controls(1.0), position) })
             .collect();
         for drawn in cpu.draw(&batch, &draws) {
-            let Drawn::Token(token) = drawn else {
-                panic!("finite logits")
-            };
+            let Drawn::Token(token) = drawn else { panic!("finite logits") };
             counts[token as usize] += 1;
         }
     }
@@ -185,10 +124,7 @@ pub(super) fn rows_are_independent(isa: Isa) {
             assert_eq!(rank_bits(&cpu.rank(&all, None, 10)), meaning_plain);
             let order = random.shuffled(rows);
             let mixed = cpu.gather(&all, &order);
-            let mixed_draws: Vec<Draw> = order
-                .iter()
-                .map(|row| draws[*row as usize].clone())
-                .collect();
+            let mixed_draws: Vec<Draw> = order.iter().map(|row| draws[*row as usize].clone()).collect();
             let drawn = cpu.draw(&mixed, &mixed_draws);
             let ranked = rank_bits(&cpu.rank(&mixed, Some(&mixed_draws), 10));
             for (place, row) in order.iter().map(|row| *row as usize).enumerate() {
@@ -196,10 +132,7 @@ pub(super) fn rows_are_independent(isa: Isa) {
                 assert_eq!(ranked[place], meaning_ranked[row]);
                 let alone = cpu.gather(&all, &[row as u32]);
                 assert_eq!(cpu.draw(&alone, &draws[row..=row]), [meaning[row]]);
-                assert_eq!(
-                    rank_bits(&cpu.rank(&alone, Some(&draws[row..=row]), 10))[0],
-                    meaning_ranked[row]
-                );
+                assert_eq!(rank_bits(&cpu.rank(&alone, Some(&draws[row..=row]), 10))[0], meaning_ranked[row]);
                 // The best by perturbed logits is the draw.
                 if let Drawn::Token(token) = meaning[row] {
                     assert_eq!(meaning_ranked[row][0].0, token);
@@ -228,51 +161,26 @@ pub(super) fn ranks_match_the_truth(isa: Isa) {
         let exact: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
         let draw = draw_of(controls(0.6), 4);
         let perturbed: Vec<f64> = (0..len)
-            .map(|token| {
-                exact[token] / f64::from(0.6f32) + f64::from(math::noise(draw.coin, token as u32))
-            })
+            .map(|token| exact[token] / f64::from(0.6f32) + f64::from(math::noise(draw.coin, token as u32)))
             .collect();
         let greedy = draw_of(controls(0.0), 4);
-        let cases = [
-            (None, &exact),
-            (Some(draw), &perturbed),
-            (Some(greedy), &exact),
-        ];
+        let cases = [(None, &exact), (Some(draw), &perturbed), (Some(greedy), &exact)];
         for (draw, truth) in cases {
-            let ranked = cpu
-                .rank(&x, draw.as_ref().map(std::slice::from_ref), 10)
-                .remove(0);
+            let ranked = cpu.rank(&x, draw.as_ref().map(std::slice::from_ref), 10).remove(0);
             let chances = log_softmax(truth);
-            let mut order: Vec<usize> =
-                (0..len).filter(|token| exact[*token].is_finite()).collect();
+            let mut order: Vec<usize> = (0..len).filter(|token| exact[*token].is_finite()).collect();
             order.sort_by(|a, b| truth[*b].total_cmp(&truth[*a]).then(a.cmp(b)));
             order.truncate(10);
-            assert_eq!(
-                ranked.iter().map(|r| r.token as usize).collect::<Vec<_>>(),
-                order
-            );
+            assert_eq!(ranked.iter().map(|r| r.token as usize).collect::<Vec<_>>(), order);
             for ranked in ranked {
-                assert_close(
-                    ranked.log_chance,
-                    chances[ranked.token as usize],
-                    2e-6,
-                    "log chance",
-                );
+                assert_close(ranked.log_chance, chances[ranked.token as usize], 2e-6, "log chance");
             }
         }
     }
     // Under a filter the chances are those of the tokens that are left.
     let logits = random.normals(500, 2.0);
-    let draw = draw_of(
-        Controls {
-            top_k: 3,
-            ..controls(1.0)
-        },
-        9,
-    );
-    let ranked = cpu
-        .rank(&cpu.from_host(&logits, 500), Some(&[draw]), 10)
-        .remove(0);
+    let draw = draw_of(Controls { top_k: 3, ..controls(1.0) }, 9);
+    let ranked = cpu.rank(&cpu.from_host(&logits, 500), Some(&[draw]), 10).remove(0);
     assert_eq!(ranked.len(), 3);
     let sum: f64 = ranked.iter().map(|r| f64::from(r.log_chance).exp()).sum();
     assert!((sum - 1.0).abs() < 1e-6);
@@ -287,48 +195,22 @@ pub(super) fn what_is_not_finite_is_said(isa: Isa) {
                 logits[at] = bad;
                 let x = cpu.from_host(&logits, 39);
                 let draw = draw_of(controls(temperature), 0);
-                assert_eq!(
-                    cpu.draw(&x, std::slice::from_ref(&draw)),
-                    [Drawn::NotFinite]
-                );
+                assert_eq!(cpu.draw(&x, std::slice::from_ref(&draw)), [Drawn::NotFinite]);
                 assert!(cpu.rank(&x, Some(std::slice::from_ref(&draw)), 3)[0].is_empty());
                 assert!(cpu.rank(&x, None, 3)[0].is_empty());
                 // Not where the token is masked.
-                let masked = Draw {
-                    banned: Arc::new([at as u32, 1000]),
-                    ..draw
-                };
-                assert!(
-                    matches!(cpu.draw(&x, &[masked])[0], Drawn::Token(token) if token != at as u32)
-                );
+                let masked = Draw { banned: Arc::new([at as u32, 1000]), ..draw };
+                assert!(matches!(cpu.draw(&x, &[masked])[0], Drawn::Token(token) if token != at as u32));
                 if at == 38 {
-                    let short = draw_of(
-                        Controls {
-                            num_tokens: 38,
-                            ..controls(temperature)
-                        },
-                        0,
-                    );
+                    let short = draw_of(Controls { num_tokens: 38, ..controls(temperature) }, 0);
                     assert!(matches!(cpu.draw(&x, &[short])[0], Drawn::Token(token) if token < 38));
                 }
             }
         }
         let nothing = cpu.from_host(&[f32::NEG_INFINITY; 9], 9);
-        assert_eq!(
-            cpu.draw(&nothing, &[draw_of(controls(temperature), 0)]),
-            [Drawn::NotFinite]
-        );
-        let none = draw_of(
-            Controls {
-                num_tokens: 0,
-                ..controls(temperature)
-            },
-            0,
-        );
-        assert_eq!(
-            cpu.draw(&cpu.from_host(&[0.0; 9], 9), &[none]),
-            [Drawn::NotFinite]
-        );
+        assert_eq!(cpu.draw(&nothing, &[draw_of(controls(temperature), 0)]), [Drawn::NotFinite]);
+        let none = draw_of(Controls { num_tokens: 0, ..controls(temperature) }, 0);
+        assert_eq!(cpu.draw(&cpu.from_host(&[0.0; 9], 9), &[none]), [Drawn::NotFinite]);
     }
 }
 
@@ -340,17 +222,11 @@ pub(super) fn greedy_takes_the_lowest_id(isa: Isa) {
             logits[first] = 2.5;
             logits[second] = 2.5;
             let x = cpu.from_host(&logits, len);
-            assert_eq!(
-                cpu.draw(&x, &[draw_of(controls(0.0), 1)]),
-                [Drawn::Token(first as u32)]
-            );
+            assert_eq!(cpu.draw(&x, &[draw_of(controls(0.0), 1)]), [Drawn::Token(first as u32)]);
             // A temperature that underflows is greedy too, where there is no tie.
             logits[first] = 3.0;
             let x = cpu.from_host(&logits, len);
-            assert_eq!(
-                cpu.draw(&x, &[draw_of(controls(1e-45), 1)]),
-                [Drawn::Token(first as u32)]
-            );
+            assert_eq!(cpu.draw(&x, &[draw_of(controls(1e-45), 1)]), [Drawn::Token(first as u32)]);
         }
     }
 }

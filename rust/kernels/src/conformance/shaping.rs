@@ -9,12 +9,7 @@ use crate::backend::Backend;
 use crate::{Controls, Draw, Drawn, Seen};
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes
-        .as_chunks::<4>()
-        .0
-        .iter()
-        .map(|bytes| f32::from_le_bytes(*bytes))
-        .collect()
+    bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
 /// Temperature, top-k, top-p, min-p of every golden combination.
@@ -43,29 +38,13 @@ const COMBINATIONS: [(f32, u32, f32, f32); 20] = [
 
 /// Probabilities of Hugging Face's processors (transformers 5.24.0).
 pub(super) fn golden_processors(isa: Isa) {
-    let logits = floats(include_bytes!(
-        "../../../../tests/golden/sampling/logits.f32"
-    ));
-    let golden = floats(include_bytes!(
-        "../../../../tests/golden/sampling/probabilities.f32"
-    ));
+    let logits = floats(include_bytes!("../../../../tests/golden/sampling/logits.f32"));
+    let golden = floats(include_bytes!("../../../../tests/golden/sampling/probabilities.f32"));
     let cpu = Cpu::new(Some(1), Some(isa));
     for (combination, golden) in COMBINATIONS.iter().zip(golden.chunks_exact(3200)) {
         let (temperature, top_k, top_p, min_p) = *combination;
-        let draw = draw_of(
-            Controls {
-                top_k,
-                top_p,
-                min_p,
-                ..controls(temperature)
-            },
-            0,
-        );
-        for (row, (logits, golden)) in logits
-            .chunks_exact(320)
-            .zip(golden.chunks_exact(320))
-            .enumerate()
-        {
+        let draw = draw_of(Controls { top_k, top_p, min_p, ..controls(temperature) }, 0);
+        for (row, (logits, golden)) in logits.chunks_exact(320).zip(golden.chunks_exact(320)).enumerate() {
             let mut got = cpu.probabilities(logits, &draw).expect("finite");
             let mut golden = golden.to_vec();
             let kept = |chances: &[f32]| chances.iter().filter(|chance| **chance > 0.0).count();
@@ -79,10 +58,7 @@ pub(super) fn golden_processors(isa: Isa) {
                 assert_eq!(kept(&got), kept(&golden), "{combination:?}, row {row}");
             }
             for (got, golden) in got.iter().zip(&golden) {
-                assert!(
-                    (got - golden).abs() < 2e-6,
-                    "{combination:?}, row {row}: {got} for {golden}"
-                );
+                assert!((got - golden).abs() < 2e-6, "{combination:?}, row {row}: {got} for {golden}");
             }
         }
     }
@@ -98,29 +74,13 @@ pub(super) fn penalties_and_bias(isa: Isa) {
         logit_bias: vec![(3, -1.0), (5, 0.75), (4_000_000_000, 3.0)],
         ..controls(1.0)
     };
-    let seen = |token, in_prompt, num_output| Seen {
-        token,
-        in_prompt,
-        num_output,
-    };
+    let seen = |token, in_prompt, num_output| Seen { token, in_prompt, num_output };
     let draw = Draw {
-        seen: Arc::new([
-            seen(0, true, 0),
-            seen(1, false, 3),
-            seen(3, true, 1),
-            seen(u32::MAX, true, 9),
-        ]),
+        seen: Arc::new([seen(0, true, 0), seen(1, false, 3), seen(3, true, 1), seen(u32::MAX, true, 9)]),
         banned: Arc::new([4, 600]),
         ..draw_of(settings, 0)
     };
-    let expected = [
-        2.0 / 1.5,
-        -1.5 - 0.25 - 3.0 * 0.5,
-        0.5,
-        (1.5 - 1.0) / 1.5 - 0.25 - 0.5,
-        f64::NEG_INFINITY,
-        0.75,
-    ];
+    let expected = [2.0 / 1.5, -1.5 - 0.25 - 3.0 * 0.5, 0.5, (1.5 - 1.0) / 1.5 - 0.25 - 0.5, f64::NEG_INFINITY, 0.75];
     let sum: f64 = expected.iter().map(|x: &f64| x.exp()).sum();
     let got = cpu.probabilities(&logits, &draw).expect("finite");
     for (got, expected) in got.iter().zip(expected) {
@@ -136,8 +96,7 @@ fn survivors(logits: &[f32], temperature: f32, top_k: usize, top_p: f64, min_p: 
         let bound = logits[order[top_k - 1]];
         order.retain(|token| logits[*token] >= bound);
     }
-    let weight =
-        |token: usize| (f64::from(logits[token] - logits[order[0]]) / f64::from(temperature)).exp();
+    let weight = |token: usize| (f64::from(logits[token] - logits[order[0]]) / f64::from(temperature)).exp();
     let total: f64 = order.iter().map(|token| weight(*token)).sum();
     let mut reached = 0.0;
     let mut kept = Vec::new();
@@ -171,32 +130,11 @@ pub(super) fn large_vocabularies(isa: Isa) {
         (1.0, 0, 0.0, 0.0),
         (1.0, 0, 1.0, 1.0),
     ] {
-        let draw = draw_of(
-            Controls {
-                top_k,
-                top_p,
-                min_p,
-                ..controls(temperature)
-            },
-            0,
-        );
+        let draw = draw_of(Controls { top_k, top_p, min_p, ..controls(temperature) }, 0);
         let got = cpu.probabilities(&logits, &draw).expect("finite");
-        let kept: Vec<usize> = (0..logits.len())
-            .filter(|token| got[*token] > 0.0)
-            .collect();
-        let expected = survivors(
-            &logits,
-            temperature,
-            top_k as usize,
-            f64::from(top_p),
-            f64::from(min_p),
-        );
-        assert!(
-            kept == expected,
-            "{temperature} {top_k} {top_p} {min_p}: {} of {}",
-            kept.len(),
-            expected.len()
-        );
+        let kept: Vec<usize> = (0..logits.len()).filter(|token| got[*token] > 0.0).collect();
+        let expected = survivors(&logits, temperature, top_k as usize, f64::from(top_p), f64::from(min_p));
+        assert!(kept == expected, "{temperature} {top_k} {top_p} {min_p}: {} of {}", kept.len(), expected.len());
     }
 }
 
@@ -216,58 +154,34 @@ fn any_control() -> impl Strategy<Value = f32> {
 }
 
 fn any_draw() -> impl Strategy<Value = Draw> {
-    let numbers = (
-        any_control(),
-        any_control(),
-        any_control(),
-        any_control(),
-        any_control(),
-        any_control(),
-    );
-    let ids = (
-        prop_oneof![0u32..400, any::<u32>()],
-        prop_oneof![0u32..400, any::<u32>()],
-    );
-    (numbers, ids, any::<(u32, bool, u32, u64)>(), any_logit()).prop_map(
-        |(numbers, ids, other, bias)| {
-            let settings = Controls {
-                temperature: numbers.0,
-                top_k: ids.0,
-                top_p: numbers.1,
-                min_p: numbers.2,
-                repetition_penalty: numbers.3,
-                presence_penalty: numbers.4,
-                frequency_penalty: numbers.5,
-                logit_bias: vec![(ids.1, bias)],
-                num_tokens: ids.1.saturating_add(other.2 % 300),
-            };
-            let seen = Seen {
-                token: other.0 % 500,
-                in_prompt: other.1,
-                num_output: other.2,
-            };
-            let mut draw = draw_of(settings, other.0);
-            draw.coin.seed = other.3;
-            draw.seen = Arc::new([seen]);
-            draw.banned = Arc::new([other.2 % 500, ids.1]);
-            draw
-        },
-    )
+    let numbers = (any_control(), any_control(), any_control(), any_control(), any_control(), any_control());
+    let ids = (prop_oneof![0u32..400, any::<u32>()], prop_oneof![0u32..400, any::<u32>()]);
+    (numbers, ids, any::<(u32, bool, u32, u64)>(), any_logit()).prop_map(|(numbers, ids, other, bias)| {
+        let settings = Controls {
+            temperature: numbers.0,
+            top_k: ids.0,
+            top_p: numbers.1,
+            min_p: numbers.2,
+            repetition_penalty: numbers.3,
+            presence_penalty: numbers.4,
+            frequency_penalty: numbers.5,
+            logit_bias: vec![(ids.1, bias)],
+            num_tokens: ids.1.saturating_add(other.2 % 300),
+        };
+        let seen = Seen { token: other.0 % 500, in_prompt: other.1, num_output: other.2 };
+        let mut draw = draw_of(settings, other.0);
+        draw.coin.seed = other.3;
+        draw.seen = Arc::new([seen]);
+        draw.banned = Arc::new([other.2 % 500, ids.1]);
+        draw
+    })
 }
 
 /// Any controls, in range or not: no panic, a possible token, and the meaning's answer.
 pub(super) fn nothing_panics(isa: Isa) {
     let (cpu, reference) = (Cpu::new(Some(2), Some(isa)), reference());
-    let mut runner = TestRunner::new(Config {
-        cases: 600,
-        failure_persistence: None,
-        ..Config::default()
-    });
-    let rows = (
-        proptest::collection::vec(any_logit(), 1..400),
-        any_draw(),
-        0usize..12,
-    );
+    let mut runner = TestRunner::new(Config { cases: 600, failure_persistence: None, ..Config::default() });
+    let rows = (proptest::collection::vec(any_logit(), 1..400), any_draw(), 0usize..12);
     let result = runner.run(&rows, |(logits, draw, k)| {
         let draws = [draw];
         let x = cpu.from_host(&logits, logits.len());
@@ -279,10 +193,7 @@ pub(super) fn nothing_panics(isa: Isa) {
             prop_assert!(!draws[0].banned.contains(&token));
             prop_assert!(logits[token as usize] > f32::NEG_INFINITY);
         }
-        let (ranked, meaning) = (
-            cpu.rank(&x, Some(&draws), k),
-            reference.rank(&y, Some(&draws), k),
-        );
+        let (ranked, meaning) = (cpu.rank(&x, Some(&draws), k), reference.rank(&y, Some(&draws), k));
         prop_assert_eq!(&ranked, &meaning);
         prop_assert!(ranked[0].len() <= k);
         prop_assert_eq!(cpu.rank(&x, None, k), reference.rank(&y, None, k));

@@ -26,26 +26,12 @@ pub struct CpuCache {
 impl CpuCache {
     pub(super) fn new(num_layers: usize, num_slots: usize, width: usize) -> Option<CpuCache> {
         let len = num_layers.checked_mul(num_slots)?.checked_mul(width)?;
-        Some(CpuCache {
-            keys: Buffer::zeroed(len)?,
-            values: Buffer::zeroed(len)?,
-            num_layers,
-            num_slots,
-            width,
-        })
+        Some(CpuCache { keys: Buffer::zeroed(len)?, values: Buffer::zeroed(len)?, num_layers, num_slots, width })
     }
 
     pub(super) fn start(&self, layer: usize, slot: u32) -> usize {
-        assert!(
-            layer < self.num_layers,
-            "layer {layer} of {}",
-            self.num_layers
-        );
-        assert!(
-            (slot as usize) < self.num_slots,
-            "slot {slot} of {}",
-            self.num_slots
-        );
+        assert!(layer < self.num_layers, "layer {layer} of {}", self.num_layers);
+        assert!((slot as usize) < self.num_slots, "slot {slot} of {}", self.num_slots);
         (layer * self.num_slots + slot as usize) * self.width
     }
 
@@ -80,24 +66,11 @@ pub(super) fn attend<K: Kernels>(
     cache: &CpuCache,
     layer: usize,
 ) -> Vec<f32> {
-    let Heads {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        ..
-    } = heads;
+    let Heads { num_heads, num_kv_heads, head_dim, .. } = heads;
     let rows = plan.attention.rows.len();
     let (width, shared) = (num_heads * head_dim, num_heads / num_kv_heads);
-    assert!(
-        queries.len() == rows * width,
-        "{} queries for {rows} rows of {width}",
-        queries.len()
-    );
-    assert!(
-        cache.width == num_kv_heads * head_dim,
-        "a cache of width {}",
-        cache.width
-    );
+    assert!(queries.len() == rows * width, "{} queries for {rows} rows of {width}", queries.len());
+    assert!(cache.width == num_kv_heads * head_dim, "a cache of width {}", cache.width);
     let mut out = vec![0.0; rows * width];
     let split = Split::new(&mut out);
     pool.run(rows * num_kv_heads, 1, &|tasks| {
@@ -107,13 +80,7 @@ pub(super) fn attend<K: Kernels>(
             // SAFETY: every row and group of heads is one task's.
             let out = unsafe { split.part(start, shared * head_dim) };
             let queries = &queries[start..][..shared * head_dim];
-            let view = View {
-                plan,
-                cache,
-                layer,
-                kv_head,
-                visible: &plan.attention.rows[row],
-            };
+            let view = View { plan, cache, layer, kv_head, visible: &plan.attention.rows[row] };
             attend_row(kernels, heads, queries, &view, out);
         }
     });
@@ -139,26 +106,15 @@ impl<'a> View<'a> {
                 None => context.start as usize + index,
                 Some(index) => tail.start as usize + index,
             };
-            let start = self
-                .cache
-                .start(self.layer, self.plan.attention.slots[at].0)
-                + self.kv_head * head_dim;
+            let start = self.cache.start(self.layer, self.plan.attention.slots[at].0) + self.kv_head * head_dim;
             *out = &of[start..start + head_dim];
         }
     }
 }
 
 /// The query heads that share one key/value head, for one row. `out` holds zeros.
-fn attend_row<K: Kernels>(
-    kernels: K,
-    heads: Heads,
-    queries: &[f32],
-    view: &View<'_>,
-    out: &mut [f32],
-) {
-    let Heads {
-        head_dim, scale, ..
-    } = heads;
+fn attend_row<K: Kernels>(kernels: K, heads: Heads, queries: &[f32], view: &View<'_>, out: &mut [f32]) {
+    let Heads { head_dim, scale, .. } = heads;
     let shared = queries.len() / head_dim;
     let len = view.visible.len();
     let mut max = vec![f32::NEG_INFINITY; shared];

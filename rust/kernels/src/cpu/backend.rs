@@ -6,9 +6,7 @@ use super::ops::{self, Finish};
 use super::scalar::Scalar;
 use super::weight::{self, CpuWeight};
 use super::{Cpu, CpuActivations, CpuPlan, Isa, draw};
-use crate::backend::{
-    AttentionPlan, AttentionWeights, Backend, DeviceError, MlpWeights, Rope, Slot, SlotMove,
-};
+use crate::backend::{AttentionPlan, AttentionWeights, Backend, DeviceError, MlpWeights, Rope, Slot, SlotMove};
 use crate::draw::{Draw, Drawn, Ranked};
 use crate::weight::{HostMatrix, Storage, WeightError};
 
@@ -35,20 +33,10 @@ impl Backend for Cpu {
         weight.bytes()
     }
 
-    fn cache(
-        &self,
-        num_layers: usize,
-        num_slots: usize,
-        kv_width: usize,
-    ) -> Result<CpuCache, DeviceError> {
+    fn cache(&self, num_layers: usize, num_slots: usize, kv_width: usize) -> Result<CpuCache, DeviceError> {
         CpuCache::new(num_layers, num_slots, kv_width).ok_or_else(|| {
-            let bytes = [num_layers, num_slots, kv_width, 8]
-                .into_iter()
-                .fold(1usize, usize::saturating_mul);
-            DeviceError::OutOfMemory {
-                what: "the K/V cache",
-                bytes,
-            }
+            let bytes = [num_layers, num_slots, kv_width, 8].into_iter().fold(1usize, usize::saturating_mul);
+            DeviceError::OutOfMemory { what: "the K/V cache", bytes }
         })
     }
 
@@ -56,18 +44,9 @@ impl Backend for Cpu {
         cache.carry_out(moves);
     }
 
-    fn plan(
-        &self,
-        positions: &[u32],
-        slots: &[Slot],
-        attention: &AttentionPlan,
-        rope: &Rope,
-    ) -> CpuPlan {
+    fn plan(&self, positions: &[u32], slots: &[Slot], attention: &AttentionPlan, rope: &Rope) -> CpuPlan {
         let rows = positions.len();
-        assert!(
-            slots.len() == rows && attention.rows.len() == rows,
-            "a plan of {rows} rows"
-        );
+        assert!(slots.len() == rows && attention.rows.len() == rows, "a plan of {rows} rows");
         let n = rope.inv_freq.len();
         let (mut cos, mut sin) = (Vec::with_capacity(rows * n), Vec::with_capacity(rows * n));
         for position in positions {
@@ -77,13 +56,7 @@ impl Backend for Cpu {
                 sin.push(angle.sin() as f32 * rope.amplitude);
             }
         }
-        CpuPlan {
-            slots: slots.to_vec(),
-            attention: attention.clone(),
-            cos,
-            sin,
-            n,
-        }
+        CpuPlan { slots: slots.to_vec(), attention: attention.clone(), cos, sin, n }
     }
 
     fn rows(&self, x: &CpuActivations) -> usize {
@@ -91,15 +64,8 @@ impl Backend for Cpu {
     }
 
     fn from_host(&self, values: &[f32], width: usize) -> CpuActivations {
-        assert!(
-            width > 0 && values.len().is_multiple_of(width),
-            "{} values in rows of {width}",
-            values.len()
-        );
-        CpuActivations {
-            values: values.to_vec(),
-            width,
-        }
+        assert!(width > 0 && values.len().is_multiple_of(width), "{} values in rows of {width}", values.len());
+        CpuActivations { values: values.to_vec(), width }
     }
 
     fn to_host(&self, x: &CpuActivations) -> Vec<f32> {
@@ -110,17 +76,10 @@ impl Backend for Cpu {
         let mut out = CpuActivations::zeroed(token_ids.len(), table.cols);
         let split = Split::new(&mut out.values);
         // A row touches as many cache lines as a whole panel, hence the width.
-        ops::for_rows(
-            &self.pool,
-            token_ids.len(),
-            table.cols * weight::PANEL,
-            |row| {
-                // SAFETY: every row is one task's.
-                table.row(token_ids[row] as usize, unsafe {
-                    split.part(row * table.cols, table.cols)
-                });
-            },
-        );
+        ops::for_rows(&self.pool, token_ids.len(), table.cols * weight::PANEL, |row| {
+            // SAFETY: every row is one task's.
+            table.row(token_ids[row] as usize, unsafe { split.part(row * table.cols, table.cols) });
+        });
         out
     }
 
@@ -129,18 +88,12 @@ impl Backend for Cpu {
         for row in rows {
             values.extend_from_slice(x.row(*row as usize));
         }
-        CpuActivations {
-            values,
-            width: x.width,
-        }
+        CpuActivations { values, width: x.width }
     }
 
     fn concat(&self, parts: &[&CpuActivations]) -> CpuActivations {
         let rows = parts.first().map_or(0, |part| part.rows());
-        assert!(
-            parts.iter().all(|part| part.rows() == rows),
-            "parts of different row counts"
-        );
+        assert!(parts.iter().all(|part| part.rows() == rows), "parts of different row counts");
         let width = parts.iter().map(|part| part.width).sum::<usize>();
         assert!(width > 0, "no parts");
         let mut values = Vec::with_capacity(rows * width);
@@ -155,41 +108,18 @@ impl Backend for Cpu {
     fn stack(&self, parts: &[&CpuActivations]) -> CpuActivations {
         assert!(!parts.is_empty(), "no parts");
         let width = parts[0].width;
-        assert!(
-            parts.iter().all(|part| part.width == width),
-            "parts of different widths"
-        );
-        CpuActivations {
-            values: parts
-                .iter()
-                .flat_map(|part| part.values.iter().copied())
-                .collect(),
-            width,
-        }
+        assert!(parts.iter().all(|part| part.width == width), "parts of different widths");
+        CpuActivations { values: parts.iter().flat_map(|part| part.values.iter().copied()).collect(), width }
     }
 
     fn norm(&self, weight: &Vec<f32>, eps: f32, x: &CpuActivations) -> CpuActivations {
         self.normed(weight, eps, x)
     }
 
-    fn matmul(
-        &self,
-        weight: &CpuWeight,
-        bias: Option<&Vec<f32>>,
-        x: &CpuActivations,
-    ) -> CpuActivations {
-        assert!(
-            bias.is_none_or(|bias| bias.len() == weight.rows),
-            "a bias for {} outputs",
-            weight.rows
-        );
+    fn matmul(&self, weight: &CpuWeight, bias: Option<&Vec<f32>>, x: &CpuActivations) -> CpuActivations {
+        assert!(bias.is_none_or(|bias| bias.len() == weight.rows), "a bias for {} outputs", weight.rows);
         let mut out = CpuActivations::zeroed(x.rows(), weight.rows);
-        self.product(
-            weight,
-            x,
-            Finish::Store(bias.map(Vec::as_slice)),
-            &mut out.values,
-        );
+        self.product(weight, x, Finish::Store(bias.map(Vec::as_slice)), &mut out.values);
         out
     }
 
@@ -203,37 +133,18 @@ impl Backend for Cpu {
     ) -> CpuActivations {
         let (head_dim, kv_width) = (block.head_dim, block.num_kv_heads * block.head_dim);
         let (width, rows) = (block.num_heads * head_dim, x.rows());
-        assert!(
-            rows == plan.slots.len(),
-            "{rows} rows for a plan of {}",
-            plan.slots.len()
-        );
-        assert!(
-            block.qkv.rows == width + 2 * kv_width,
-            "{} outputs of q, k and v",
-            block.qkv.rows
-        );
-        assert!(
-            cache.width == kv_width && 2 * plan.n <= head_dim,
-            "heads of {head_dim}"
-        );
+        assert!(rows == plan.slots.len(), "{rows} rows for a plan of {}", plan.slots.len());
+        assert!(block.qkv.rows == width + 2 * kv_width, "{} outputs of q, k and v", block.qkv.rows);
+        assert!(cache.width == kv_width && 2 * plan.n <= head_dim, "heads of {head_dim}");
         let mut all = match &block.norm {
-            Some(norm) => self.matmul(
-                &block.qkv,
-                block.qkv_bias.as_ref(),
-                &self.normed(norm, block.eps, x),
-            ),
+            Some(norm) => self.matmul(&block.qkv, block.qkv_bias.as_ref(), &self.normed(norm, block.eps, x)),
             None => self.matmul(&block.qkv, block.qkv_bias.as_ref(), x),
         };
         let prepare = |row: usize, heads: &mut [f32], norm: Option<&Vec<f32>>| {
             let angles = row * plan.n..(row + 1) * plan.n;
             for head in heads.chunks_exact_mut(head_dim) {
                 if let Some(norm) = norm {
-                    assert!(
-                        norm.len() == head_dim,
-                        "a norm of {} for heads of {head_dim}",
-                        norm.len()
-                    );
+                    assert!(norm.len() == head_dim, "a norm of {} for heads of {head_dim}", norm.len());
                     with_kernels!(self.isa, kernels => ops::norm_row(kernels, norm, block.eps, head));
                 }
                 ops::rotate(head, &plan.cos[angles.clone()], &plan.sin[angles.clone()]);
@@ -241,16 +152,11 @@ impl Backend for Cpu {
         };
         let mut queries = CpuActivations::zeroed(rows, width);
         let all_width = all.width;
-        let (all_parts, query_parts) =
-            (Split::new(&mut all.values), Split::new(&mut queries.values));
+        let (all_parts, query_parts) = (Split::new(&mut all.values), Split::new(&mut queries.values));
         ops::for_rows(&self.pool, rows, all_width, |row| {
             // SAFETY: every row is one task's.
-            let (all, out) = unsafe {
-                (
-                    all_parts.part(row * all_width, all_width),
-                    query_parts.part(row * width, width),
-                )
-            };
+            let (all, out) =
+                unsafe { (all_parts.part(row * all_width, all_width), query_parts.part(row * width, width)) };
             let (query, key_value) = all.split_at_mut(width);
             prepare(row, query, block.q_norm.as_ref());
             out.copy_from_slice(query);
@@ -274,74 +180,34 @@ impl Backend for Cpu {
         layer: usize,
         x: &mut CpuActivations,
     ) {
-        let AttentionWeights {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            scale,
-            ..
-        } = *block;
-        let heads = Heads {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            scale,
-        };
+        let AttentionWeights { num_heads, num_kv_heads, head_dim, scale, .. } = *block;
+        let heads = Heads { num_heads, num_kv_heads, head_dim, scale };
         let values = with_kernels!(self.isa, kernels => {
             attention::attend(kernels, &self.pool, heads, &queries.values, plan, cache, layer)
         });
-        assert!(
-            x.width == block.out.rows,
-            "rows of {} for {} outputs",
-            x.width,
-            block.out.rows
-        );
-        let attended = CpuActivations {
-            values,
-            width: num_heads * head_dim,
-        };
+        assert!(x.width == block.out.rows, "rows of {} for {} outputs", x.width, block.out.rows);
+        let attended = CpuActivations { values, width: num_heads * head_dim };
         self.product(&block.out, &attended, Finish::Add, &mut x.values);
     }
 
     fn mlp(&self, block: &MlpWeights<Cpu>, x: &mut CpuActivations) {
         let width = block.down.cols;
-        assert!(
-            block.gate_up.rows == 2 * width && x.width == block.down.rows,
-            "an MLP of {width}"
-        );
-        let gate_up = self.matmul(
-            &block.gate_up,
-            None,
-            &self.normed(&block.norm, block.eps, x),
-        );
+        assert!(block.gate_up.rows == 2 * width && x.width == block.down.rows, "an MLP of {width}");
+        let gate_up = self.matmul(&block.gate_up, None, &self.normed(&block.norm, block.eps, x));
         let values = with_kernels!(self.isa, kernels => {
             ops::silu_multiply(kernels, &self.pool, &gate_up.values, width)
         });
-        self.product(
-            &block.down,
-            &CpuActivations { values, width },
-            Finish::Add,
-            &mut x.values,
-        );
+        self.product(&block.down, &CpuActivations { values, width }, Finish::Add, &mut x.values);
     }
 
     fn draw(&self, logits: &CpuActivations, draws: &[Draw]) -> Vec<Drawn> {
-        assert!(
-            logits.rows() == draws.len(),
-            "{} draws for {} rows",
-            draws.len(),
-            logits.rows()
-        );
+        assert!(logits.rows() == draws.len(), "{} draws for {} rows", draws.len(), logits.rows());
         let rows: Vec<&[f32]> = logits.values.chunks_exact(logits.width).collect();
         with_kernels!(self.isa, kernels => draw::draw(kernels, &self.pool, &rows, draws))
     }
 
     fn rank(&self, logits: &CpuActivations, draws: Option<&[Draw]>, k: usize) -> Vec<Vec<Ranked>> {
-        assert!(
-            draws.is_none_or(|draws| draws.len() == logits.rows()),
-            "draws for {} rows",
-            logits.rows()
-        );
+        assert!(draws.is_none_or(|draws| draws.len() == logits.rows()), "draws for {} rows", logits.rows());
         let rows: Vec<&[f32]> = logits.values.chunks_exact(logits.width).collect();
         with_kernels!(self.isa, kernels => draw::rank(kernels, &self.pool, &rows, draws, k))
     }

@@ -34,25 +34,15 @@ pub(super) struct Buffer<T> {
 impl<T: Plain> Buffer<T> {
     /// `None` when that much memory cannot be had.
     pub(super) fn zeroed(len: usize) -> Option<Buffer<T>> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .filter(|bytes| isize::try_from(*bytes).is_ok())?;
+        let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| isize::try_from(*bytes).is_ok())?;
         if bytes == 0 {
-            return Some(Buffer {
-                pages: None,
-                len: 0,
-                element: PhantomData,
-            });
+            return Some(Buffer { pages: None, len: 0, element: PhantomData });
         }
         let pages = MmapMut::map_anon(bytes).ok()?;
         // Only advice: streaming through small pages costs bandwidth.
         #[cfg(target_os = "linux")]
         let _ = pages.advise(memmap2::Advice::HugePage);
-        Some(Buffer {
-            pages: Some(pages),
-            len,
-            element: PhantomData,
-        })
+        Some(Buffer { pages: Some(pages), len, element: PhantomData })
     }
 }
 
@@ -72,9 +62,7 @@ impl<T: Plain> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.pages {
             // SAFETY: as for `deref`; the borrow is exclusive.
-            Some(pages) => unsafe {
-                std::slice::from_raw_parts_mut(pages.as_mut_ptr().cast(), self.len)
-            },
+            Some(pages) => unsafe { std::slice::from_raw_parts_mut(pages.as_mut_ptr().cast(), self.len) },
             None => &mut [],
         }
     }
@@ -100,11 +88,7 @@ unsafe impl<T: Send> Send for Split<'_, T> {}
 
 impl<'a, T> Split<'a, T> {
     pub(super) fn new(slice: &'a mut [T]) -> Split<'a, T> {
-        Split {
-            start: slice.as_mut_ptr(),
-            len: slice.len(),
-            borrow: PhantomData,
-        }
+        Split { start: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
     /// Elements `start..start + len`.
@@ -114,11 +98,7 @@ impl<'a, T> Split<'a, T> {
     // The point of the type: `&self` is shared by the tasks, each of which writes elsewhere.
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
-        assert!(
-            start <= self.len && len <= self.len - start,
-            "part {start} + {len} of {}",
-            self.len
-        );
+        assert!(start <= self.len && len <= self.len - start, "part {start} + {len} of {}", self.len);
         // SAFETY: inside the slice by the line above, and not aliased by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }

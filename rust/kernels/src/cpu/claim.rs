@@ -15,11 +15,7 @@ pub(super) struct Claim {
 impl Claim {
     /// No task is claimed yet. A grain of 0 counts as 1.
     pub(super) fn new(num_tasks: usize, grain: usize) -> Claim {
-        Claim {
-            next: AtomicUsize::new(0),
-            num_tasks,
-            grain: grain.max(1),
-        }
+        Claim { next: AtomicUsize::new(0), num_tasks, grain: grain.max(1) }
     }
 
     /// The next run, or `None` when all are handed out; a thread stops asking then, so the counter passes the end by
@@ -27,8 +23,7 @@ impl Claim {
     pub(super) fn take(&self) -> Option<Range<usize>> {
         // Relaxed: only the counter itself is shared; the results are published by the gate.
         let start = self.next.fetch_add(self.grain, Ordering::Relaxed);
-        (start < self.num_tasks)
-            .then(|| start..self.num_tasks.min(start.saturating_add(self.grain)))
+        (start < self.num_tasks).then(|| start..self.num_tasks.min(start.saturating_add(self.grain)))
     }
 }
 

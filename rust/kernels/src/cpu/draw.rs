@@ -59,16 +59,8 @@ fn perturb_blocks<K: Kernels>(
     }
     let mut tasks = Vec::new();
     for (coin, members) in &groups {
-        let longest = members
-            .iter()
-            .map(|(_, wide)| wide.logits.len())
-            .max()
-            .unwrap_or(0);
-        tasks.extend(
-            (0..longest)
-                .step_by(SEGMENT)
-                .map(|start| (*coin, members, start..longest.min(start + SEGMENT))),
-        );
+        let longest = members.iter().map(|(_, wide)| wide.logits.len()).max().unwrap_or(0);
+        tasks.extend((0..longest).step_by(SEGMENT).map(|start| (*coin, members, start..longest.min(start + SEGMENT))));
     }
     pool.run(tasks.len(), 1, &|range| {
         let mut noise = [0.0f32; BLOCK];
@@ -97,77 +89,40 @@ fn perturb_blocks<K: Kernels>(
 
 /// The better of two tokens: higher value, then lower id.
 fn better(a: Kept, b: Kept) -> Kept {
-    if b.z > a.z || (b.z == a.z && b.token < a.token) {
-        b
-    } else {
-        a
-    }
+    if b.z > a.z || (b.z == a.z && b.token < a.token) { b } else { a }
 }
 
 /// One draw per row.
-pub(super) fn draw<K: Kernels>(
-    kernels: K,
-    pool: &Pool,
-    rows: &[&[f32]],
-    draws: &[Draw],
-) -> Vec<Drawn> {
-    let outcomes = on_rows(pool, rows.len(), |row| {
-        match shape(kernels, rows[row], &draws[row]) {
-            None => Outcome::Known(Drawn::NotFinite),
-            Some(Shaped::Greedy(logits, max)) => Outcome::Known(first(kernels, &logits, max)),
-            Some(Shaped::Few(kept)) => {
-                let noisy = kept
-                    .into_iter()
-                    .map(|kept| with_noise(kept, draws[row].coin));
-                Outcome::Known(
-                    noisy
-                        .reduce(better)
-                        .map_or(Drawn::NotFinite, |best| Drawn::Token(best.token)),
-                )
-            }
-            Some(Shaped::Wide(logits, max, temperature)) => Outcome::Wide(Wide {
-                logits,
-                max,
-                temperature,
-                coin: Some(draws[row].coin),
-            }),
+pub(super) fn draw<K: Kernels>(kernels: K, pool: &Pool, rows: &[&[f32]], draws: &[Draw]) -> Vec<Drawn> {
+    let outcomes = on_rows(pool, rows.len(), |row| match shape(kernels, rows[row], &draws[row]) {
+        None => Outcome::Known(Drawn::NotFinite),
+        Some(Shaped::Greedy(logits, max)) => Outcome::Known(first(kernels, &logits, max)),
+        Some(Shaped::Few(kept)) => {
+            let noisy = kept.into_iter().map(|kept| with_noise(kept, draws[row].coin));
+            Outcome::Known(noisy.reduce(better).map_or(Drawn::NotFinite, |best| Drawn::Token(best.token)))
+        }
+        Some(Shaped::Wide(logits, max, temperature)) => {
+            Outcome::Wide(Wide { logits, max, temperature, coin: Some(draws[row].coin) })
         }
     });
     let wide = wide_rows(&outcomes);
-    let blocks = rows
-        .iter()
-        .map(|row| row.len().div_ceil(BLOCK))
-        .max()
-        .unwrap_or(0);
+    let blocks = rows.iter().map(|row| row.len().div_ceil(BLOCK)).max().unwrap_or(0);
     let bests: Vec<OnceLock<Kept>> = (0..wide.len() * blocks).map(|_| OnceLock::new()).collect();
-    let places: Vec<(usize, &Wide<'_>)> = wide
-        .iter()
-        .enumerate()
-        .map(|(place, (_, wide))| (place, *wide))
-        .collect();
+    let places: Vec<(usize, &Wide<'_>)> = wide.iter().enumerate().map(|(place, (_, wide))| (place, *wide)).collect();
     perturb_blocks(kernels, pool, &places, |place, start, values| {
         let (max, _) = kernels.peak(values);
         if max > f32::NEG_INFINITY
             && let Some(i) = kernels.position(values, max)
         {
-            bests[place * blocks + start / BLOCK].get_or_init(|| Kept {
-                token: (start + i) as u32,
-                z: max,
-            });
+            bests[place * blocks + start / BLOCK].get_or_init(|| Kept { token: (start + i) as u32, z: max });
         }
     });
     let mut chosen = vec![None; rows.len()];
     for (place, (row, wide)) in wide.iter().enumerate() {
-        let best = bests[place * blocks..][..blocks]
-            .iter()
-            .filter_map(OnceLock::get)
-            .copied()
-            .reduce(better);
+        let best = bests[place * blocks..][..blocks].iter().filter_map(OnceLock::get).copied().reduce(better);
         // A temperature so small that even the best rounds to nothing leaves the order of the logits.
-        chosen[*row] = Some(best.map_or_else(
-            || first(kernels, &wide.logits, wide.max),
-            |best| Drawn::Token(best.token),
-        ));
+        chosen[*row] =
+            Some(best.map_or_else(|| first(kernels, &wide.logits, wide.max), |best| Drawn::Token(best.token)));
     }
     outcomes
         .iter()
@@ -188,17 +143,12 @@ fn wide_rows<'a, 'b, T>(outcomes: &'b [Outcome<'a, T>]) -> Vec<(usize, &'b Wide<
 }
 
 fn first<K: Kernels>(kernels: K, logits: &[f32], max: f32) -> Drawn {
-    kernels
-        .position(logits, max)
-        .map_or(Drawn::NotFinite, |token| Drawn::Token(token as u32))
+    kernels.position(logits, max).map_or(Drawn::NotFinite, |token| Drawn::Token(token as u32))
 }
 
 fn with_noise(kept: Kept, coin: Coin) -> Kept {
     // In the order of `Kernels::perturb`, for equal bits.
-    Kept {
-        token: kept.token,
-        z: math::noise(coin, kept.token) + kept.z,
-    }
+    Kept { token: kept.token, z: math::noise(coin, kept.token) + kept.z }
 }
 
 /// The `k` best tokens of every row.
@@ -215,57 +165,31 @@ pub(super) fn rank<K: Kernels>(
             if !finite || max == f32::NEG_INFINITY {
                 return Outcome::Known(Vec::new());
             }
-            return Outcome::Wide(Wide {
-                logits: Cow::Borrowed(rows[row]),
-                max,
-                temperature: 1.0,
-                coin: None,
-            });
+            return Outcome::Wide(Wide { logits: Cow::Borrowed(rows[row]), max, temperature: 1.0, coin: None });
         };
         match shape(kernels, rows[row], draw) {
             None => Outcome::Known(Vec::new()),
-            Some(Shaped::Greedy(logits, max)) => Outcome::Wide(Wide {
-                logits,
-                max,
-                temperature: 1.0,
-                coin: None,
-            }),
+            Some(Shaped::Greedy(logits, max)) => Outcome::Wide(Wide { logits, max, temperature: 1.0, coin: None }),
             Some(Shaped::Few(kept)) => {
-                let noisy: Vec<Kept> = kept
-                    .into_iter()
-                    .map(|kept| with_noise(kept, draw.coin))
-                    .collect();
+                let noisy: Vec<Kept> = kept.into_iter().map(|kept| with_noise(kept, draw.coin)).collect();
                 let values: Vec<f32> = noisy.iter().map(|kept| kept.z).collect();
                 Outcome::Known(best(kernels, &values, k, |i| noisy[i as usize].token))
             }
-            Some(Shaped::Wide(logits, max, temperature)) => Outcome::Wide(Wide {
-                logits,
-                max,
-                temperature,
-                coin: Some(draw.coin),
-            }),
+            Some(Shaped::Wide(logits, max, temperature)) => {
+                Outcome::Wide(Wide { logits, max, temperature, coin: Some(draw.coin) })
+            }
         }
     });
     let wide = wide_rows(&outcomes);
-    let mut values: Vec<Vec<f32>> = wide
-        .iter()
-        .map(|(_, wide)| vec![0.0; wide.logits.len()])
-        .collect();
+    let mut values: Vec<Vec<f32>> = wide.iter().map(|(_, wide)| vec![0.0; wide.logits.len()]).collect();
     let splits: Vec<Split<'_, f32>> = values.iter_mut().map(|values| Split::new(values)).collect();
-    let places: Vec<(usize, &Wide<'_>)> = wide
-        .iter()
-        .enumerate()
-        .map(|(place, (_, wide))| (place, *wide))
-        .collect();
+    let places: Vec<(usize, &Wide<'_>)> = wide.iter().enumerate().map(|(place, (_, wide))| (place, *wide)).collect();
     perturb_blocks(kernels, pool, &places, |place, start, block| {
         // SAFETY: a block of a row is one task's.
         unsafe { splits[place].part(start, block.len()) }.copy_from_slice(block);
     });
     drop(splits);
-    let mut ranked = on_rows(pool, wide.len(), |place| {
-        best(kernels, &values[place], k, |i| i)
-    })
-    .into_iter();
+    let mut ranked = on_rows(pool, wide.len(), |place| best(kernels, &values[place], k, |i| i)).into_iter();
     outcomes
         .into_iter()
         .map(|outcome| match outcome {
@@ -276,12 +200,7 @@ pub(super) fn rank<K: Kernels>(
 }
 
 /// The `k` best of perturbed logits, with their log-softmax.
-fn best<K: Kernels>(
-    kernels: K,
-    values: &[f32],
-    k: usize,
-    token: impl Fn(u32) -> u32,
-) -> Vec<Ranked> {
+fn best<K: Kernels>(kernels: K, values: &[f32], k: usize, token: impl Fn(u32) -> u32) -> Vec<Ranked> {
     let k = k.min(values.len());
     let (max, finite) = kernels.peak(values);
     if k == 0 || !finite || max == f32::NEG_INFINITY {
@@ -289,16 +208,8 @@ fn best<K: Kernels>(
     }
     let log_sum = kernels.sum_exp(values, max).ln();
     let mut indices = Vec::new();
-    kernels.at_least(
-        values,
-        kth_largest(kernels, values, k).max(f32::MIN),
-        &mut indices,
-    );
-    indices.sort_unstable_by(|a, b| {
-        values[*b as usize]
-            .total_cmp(&values[*a as usize])
-            .then(a.cmp(b))
-    });
+    kernels.at_least(values, kth_largest(kernels, values, k).max(f32::MIN), &mut indices);
+    indices.sort_unstable_by(|a, b| values[*b as usize].total_cmp(&values[*a as usize]).then(a.cmp(b)));
     indices.truncate(k);
     let rank = |i: u32| Ranked {
         token: token(i),

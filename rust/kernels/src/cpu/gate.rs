@@ -62,10 +62,7 @@ impl Gate {
             if word & OPEN == 0 || epoch == seen {
                 return Entry::Wait;
             }
-            match self
-                .0
-                .compare_exchange_weak(word, word + 1, Ordering::AcqRel, Ordering::Acquire)
-            {
+            match self.0.compare_exchange_weak(word, word + 1, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return Entry::Inside(epoch),
                 Err(now) => word = now,
             }
@@ -105,10 +102,7 @@ mod model {
     #[test]
     fn jobs_are_read_between_open_and_close() {
         loom::model(|| {
-            let shared = Arc::new(Shared {
-                gate: Gate::new(),
-                job: UnsafeCell::new(0),
-            });
+            let shared = Arc::new(Shared { gate: Gate::new(), job: UnsafeCell::new(0) });
             let other = Arc::clone(&shared);
             let worker = thread::spawn(move || {
                 let mut seen = 0;

@@ -101,12 +101,8 @@ impl Cpu {
     /// A backend with this many threads, the calling one included (default: all the process may use), and this
     /// instruction set (default: the fastest that the CPU has).
     pub fn new(threads: Option<usize>, isa: Option<Isa>) -> Cpu {
-        let threads =
-            threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-        Cpu {
-            pool: Pool::new(threads),
-            isa: isa.unwrap_or_else(Isa::detect),
-        }
+        let threads = threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        Cpu { pool: Pool::new(threads), isa: isa.unwrap_or_else(Isa::detect) }
     }
 
     /// The instruction set in use.
@@ -126,36 +122,20 @@ impl Cpu {
     }
 
     fn product(&self, weight: &CpuWeight, x: &CpuActivations, finish: Finish<'_>, out: &mut [f32]) {
-        assert!(
-            x.width == weight.cols,
-            "rows of {} times a matrix of {} inputs",
-            x.width,
-            weight.cols
-        );
+        assert!(x.width == weight.cols, "rows of {} times a matrix of {} inputs", x.width, weight.cols);
         with_kernels!(self.isa, kernels => ops::matmul(kernels, &self.pool, weight, &x.values, finish, out));
     }
 
     fn normed(&self, weight: &[f32], eps: f32, x: &CpuActivations) -> CpuActivations {
-        assert!(
-            weight.len() == x.width,
-            "a norm of {} for rows of {}",
-            weight.len(),
-            x.width
-        );
+        assert!(weight.len() == x.width, "a norm of {} for rows of {}", weight.len(), x.width);
         let values = with_kernels!(self.isa, kernels => ops::norm(kernels, &self.pool, weight, eps, &x.values));
-        CpuActivations {
-            values,
-            width: x.width,
-        }
+        CpuActivations { values, width: x.width }
     }
 }
 
 impl CpuActivations {
     fn zeroed(rows: usize, width: usize) -> CpuActivations {
-        CpuActivations {
-            values: vec![0.0; rows * width],
-            width,
-        }
+        CpuActivations { values: vec![0.0; rows * width], width }
     }
 
     fn rows(&self) -> usize {

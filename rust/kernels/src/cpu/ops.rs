@@ -46,30 +46,9 @@ pub(super) fn matmul<K: Kernels>(
     out: &mut [f32],
 ) {
     match &weight.panels {
-        Panels::F32(lines) => Product {
-            kernels,
-            pool,
-            weight,
-            x,
-            finish,
-        }
-        .run::<F32>(lines, out),
-        Panels::Bf16(lines) => Product {
-            kernels,
-            pool,
-            weight,
-            x,
-            finish,
-        }
-        .run::<Bf16>(lines, out),
-        Panels::F16(lines) => Product {
-            kernels,
-            pool,
-            weight,
-            x,
-            finish,
-        }
-        .run::<F16>(lines, out),
+        Panels::F32(lines) => Product { kernels, pool, weight, x, finish }.run::<F32>(lines, out),
+        Panels::Bf16(lines) => Product { kernels, pool, weight, x, finish }.run::<Bf16>(lines, out),
+        Panels::F16(lines) => Product { kernels, pool, weight, x, finish }.run::<F16>(lines, out),
     }
 }
 
@@ -91,9 +70,7 @@ impl<K: Kernels> Product<'_, K> {
         }
         let num_panels = width.div_ceil(PANEL);
         // Enough runs that threads end together, yet whole groups where there are many.
-        let grain = (num_panels / (8 * self.pool.threads()))
-            .clamp(1, 2 * GROUP)
-            .next_multiple_of(GROUP.min(2));
+        let grain = (num_panels / (8 * self.pool.threads())).clamp(1, 2 * GROUP).next_multiple_of(GROUP.min(2));
         let out = Split::new(out);
         self.pool.run(num_panels, grain, &|panels| {
             let mut sums = vec![[0.0f32; PANEL]; rows * GROUP.min(panels.len())];
@@ -115,13 +92,7 @@ impl<K: Kernels> Product<'_, K> {
     }
 
     /// All rows through `count` panels; `sums` is `[rows][count]`.
-    fn group<E: VectorElement>(
-        &self,
-        lines: &[Line<E::Bits>],
-        count: usize,
-        rows: usize,
-        sums: &mut [[f32; PANEL]],
-    ) {
+    fn group<E: VectorElement>(&self, lines: &[Line<E::Bits>], count: usize, rows: usize, sums: &mut [[f32; PANEL]]) {
         let cols = self.weight.cols;
         let num_tiles = rows.div_ceil(TILE_ROWS);
         let block = if num_tiles == 1 { cols } else { BLOCK };
@@ -130,13 +101,7 @@ impl<K: Kernels> Product<'_, K> {
             for tile in 0..num_tiles {
                 // Tiles of nearly equal height: a low one would wait for the latency of its few sums.
                 let tile_rows = tile * rows / num_tiles..(tile + 1) * rows / num_tiles;
-                let tile = Tile {
-                    lines,
-                    count,
-                    cols,
-                    inputs: inputs.clone(),
-                    first_row: tile_rows.start,
-                };
+                let tile = Tile { lines, count, cols, inputs: inputs.clone(), first_row: tile_rows.start };
                 match tile_rows.len() {
                     1 => self.tile::<E, 1, 4>(&tile, sums),
                     2 => self.tile::<E, 2, 2>(&tile, sums),
@@ -149,11 +114,7 @@ impl<K: Kernels> Product<'_, K> {
         }
     }
 
-    fn tile<E: VectorElement, const R: usize, const P: usize>(
-        &self,
-        tile: &Tile<'_, E>,
-        sums: &mut [[f32; PANEL]],
-    ) {
+    fn tile<E: VectorElement, const R: usize, const P: usize>(&self, tile: &Tile<'_, E>, sums: &mut [[f32; PANEL]]) {
         let mut p = 0;
         while p + P <= tile.count {
             self.multiply::<E, R, P>(tile, p, sums);
@@ -177,11 +138,9 @@ impl<K: Kernels> Product<'_, K> {
     ) {
         let (begin, len) = (tile.inputs.start, tile.inputs.len());
         let panels = std::array::from_fn(|p| &tile.lines[(first + p) * tile.cols + begin..][..len]);
-        let rows =
-            std::array::from_fn(|r| &self.x[(tile.first_row + r) * tile.cols + begin..][..len]);
+        let rows = std::array::from_fn(|r| &self.x[(tile.first_row + r) * tile.cols + begin..][..len]);
         let place = |r: usize, p: usize| (tile.first_row + r) * tile.count + first + p;
-        let mut part: [[[f32; PANEL]; P]; R] =
-            std::array::from_fn(|r| std::array::from_fn(|p| sums[place(r, p)]));
+        let mut part: [[[f32; PANEL]; P]; R] = std::array::from_fn(|r| std::array::from_fn(|p| sums[place(r, p)]));
         self.kernels.multiply::<E, R, P>(panels, rows, &mut part);
         for r in 0..R {
             for p in 0..P {
@@ -225,37 +184,20 @@ pub(super) fn norm_row<K: Kernels>(kernels: K, weight: &[f32], eps: f32, x: &mut
 }
 
 /// RMS norm of every row.
-pub(super) fn norm<K: Kernels>(
-    kernels: K,
-    pool: &Pool,
-    weight: &[f32],
-    eps: f32,
-    x: &[f32],
-) -> Vec<f32> {
+pub(super) fn norm<K: Kernels>(kernels: K, pool: &Pool, weight: &[f32], eps: f32, x: &[f32]) -> Vec<f32> {
     let width = weight.len();
-    assert!(
-        width > 0 && x.len().is_multiple_of(width),
-        "rows of {width} in {} values",
-        x.len()
-    );
+    assert!(width > 0 && x.len().is_multiple_of(width), "rows of {width} in {} values", x.len());
     let mut out = x.to_vec();
     let split = Split::new(&mut out);
     for_rows(pool, x.len() / width, width, |row| {
         // SAFETY: every row is one task's.
-        norm_row(kernels, weight, eps, unsafe {
-            split.part(row * width, width)
-        });
+        norm_row(kernels, weight, eps, unsafe { split.part(row * width, width) });
     });
     out
 }
 
 /// `silu(gate) * up` of rows that hold gate, then up.
-pub(super) fn silu_multiply<K: Kernels>(
-    kernels: K,
-    pool: &Pool,
-    gate_up: &[f32],
-    width: usize,
-) -> Vec<f32> {
+pub(super) fn silu_multiply<K: Kernels>(kernels: K, pool: &Pool, gate_up: &[f32], width: usize) -> Vec<f32> {
     let rows = gate_up.len() / (2 * width);
     let mut out = vec![0.0; rows * width];
     let split = Split::new(&mut out);

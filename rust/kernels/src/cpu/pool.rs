@@ -75,17 +75,10 @@ impl Pool {
         let workers = (1..threads.min(1 << 12))
             .map_while(|i| {
                 let shared = Arc::clone(&shared);
-                std::thread::Builder::new()
-                    .name(format!("slipstream-{i}"))
-                    .spawn(move || shared.work())
-                    .ok()
+                std::thread::Builder::new().name(format!("slipstream-{i}")).spawn(move || shared.work()).ok()
             })
             .collect();
-        Pool {
-            shared,
-            turn: Mutex::new(()),
-            workers,
-        }
+        Pool { shared, turn: Mutex::new(()), workers }
     }
 
     /// Number of threads, the caller included.
@@ -110,12 +103,8 @@ impl Pool {
         let turn = lock(&self.turn);
         // SAFETY: only the lifetime is erased. This function does not return or unwind before the gate is closed and
         // empty, and nobody reads the job outside the gate.
-        let task: *const Task =
-            unsafe { std::mem::transmute::<&(dyn Fn(Range<usize>) + Sync), &Task>(task) };
-        let job = Job {
-            task,
-            claim: &raw const claim,
-        };
+        let task: *const Task = unsafe { std::mem::transmute::<&(dyn Fn(Range<usize>) + Sync), &Task>(task) };
+        let job = Job { task, claim: &raw const claim };
         // SAFETY: `turn` is held and the gate is closed and empty, so no one else touches the slot.
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.gate.open();
@@ -206,10 +195,7 @@ impl Shared {
             self.sleepers.fetch_sub(1, Ordering::SeqCst);
             return;
         }
-        let guard = self
-            .wake
-            .wait(guard)
-            .unwrap_or_else(PoisonError::into_inner);
+        let guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         drop(guard);
     }
@@ -235,11 +221,7 @@ mod tests {
                 counts[task].fetch_add(1, Ordering::Relaxed);
             }
         });
-        assert!(
-            counts
-                .iter()
-                .all(|count| count.load(Ordering::Relaxed) == 1)
-        );
+        assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
     }
 
     #[test]
@@ -247,8 +229,7 @@ mod tests {
         for threads in [1, 2, 3, 7] {
             let pool = Pool::new(threads);
             assert_eq!(pool.threads(), threads);
-            for (num_tasks, grain) in [(0, 1), (1, 1), (2, 1), (100, 1), (100, 7), (5, 9), (64, 0)]
-            {
+            for (num_tasks, grain) in [(0, 1), (1, 1), (2, 1), (100, 1), (100, 7), (5, 9), (64, 0)] {
                 check_once(&pool, num_tasks, grain);
             }
         }
@@ -280,13 +261,8 @@ mod tests {
             let result = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(100, 1, &|tasks| assert!(tasks.start != bad, "task {bad}"));
             }));
-            let message = result
-                .err()
-                .and_then(|panic| panic.downcast::<String>().ok());
-            assert_eq!(
-                message.as_deref().map(String::as_str),
-                Some(format!("task {bad}").as_str())
-            );
+            let message = result.err().and_then(|panic| panic.downcast::<String>().ok());
+            assert_eq!(message.as_deref().map(String::as_str), Some(format!("task {bad}").as_str()));
             check_once(&pool, 100, 1);
         }
     }

@@ -79,13 +79,9 @@ impl Kernels for Scalar {
     }
 
     fn peak(self, x: &[f32]) -> (f32, bool) {
-        x.iter()
-            .fold((f32::NEG_INFINITY, true), |(max, finite), x| {
-                (
-                    if *x > max { *x } else { max },
-                    finite && *x < f32::INFINITY,
-                )
-            })
+        x.iter().fold((f32::NEG_INFINITY, true), |(max, finite), x| {
+            (if *x > max { *x } else { max }, finite && *x < f32::INFINITY)
+        })
     }
 
     fn position(self, x: &[f32], value: f32) -> Option<usize> {
@@ -93,12 +89,7 @@ impl Kernels for Scalar {
     }
 
     fn at_least(self, x: &[f32], least: f32, out: &mut Vec<u32>) {
-        out.extend(
-            x.iter()
-                .enumerate()
-                .filter(|(_, x)| **x >= least)
-                .map(|(i, _)| i as u32),
-        );
+        out.extend(x.iter().enumerate().filter(|(_, x)| **x >= least).map(|(i, _)| i as u32));
     }
 
     fn noise(self, coin: Coin, first_block: u32, out: &mut [f32]) {

@@ -65,9 +65,8 @@ pub(super) fn shape<'a, K: Kernels>(kernels: K, row: &'a [f32], draw: &Draw) -> 
 /// Mask, bias and penalties. Ids past the row are ignored.
 fn controlled<'a>(row: &'a [f32], draw: &Draw) -> Cow<'a, [f32]> {
     let controls = &*draw.controls;
-    let penalized = controls.repetition_penalty != 1.0
-        || controls.presence_penalty != 0.0
-        || controls.frequency_penalty != 0.0;
+    let penalized =
+        controls.repetition_penalty != 1.0 || controls.presence_penalty != 0.0 || controls.frequency_penalty != 0.0;
     let penalized = penalized && !draw.seen.is_empty();
     if draw.banned.is_empty() && controls.logit_bias.is_empty() && !penalized {
         return Cow::Borrowed(row);
@@ -88,11 +87,8 @@ fn controlled<'a>(row: &'a [f32], draw: &Draw) -> Cow<'a, [f32]> {
             continue;
         };
         if seen.in_prompt || seen.num_output > 0 {
-            *logit = if *logit > 0.0 {
-                *logit / controls.repetition_penalty
-            } else {
-                *logit * controls.repetition_penalty
-            };
+            *logit =
+                if *logit > 0.0 { *logit / controls.repetition_penalty } else { *logit * controls.repetition_penalty };
         }
         if seen.num_output > 0 {
             *logit -= controls.presence_penalty;
@@ -103,12 +99,7 @@ fn controlled<'a>(row: &'a [f32], draw: &Draw) -> Cow<'a, [f32]> {
 }
 
 /// Top-k, top-p, min-p; the tokens that are left, in order. The largest `z` is 0.
-fn filtered<K: Kernels>(
-    kernels: K,
-    z: &[f32],
-    top_k: Option<usize>,
-    controls: &Controls,
-) -> Vec<Kept> {
+fn filtered<K: Kernels>(kernels: K, z: &[f32], top_k: Option<usize>, controls: &Controls) -> Vec<Kept> {
     let share = (controls.top_p < 1.0).then_some(controls.top_p);
     let mut kept = match (top_k, share) {
         (Some(k), None) => collect(kernels, z, kth_largest(kernels, z, k)),
@@ -144,13 +135,7 @@ fn filtered<K: Kernels>(
 fn collect<K: Kernels>(kernels: K, z: &[f32], least: f32) -> Vec<Kept> {
     let mut tokens = Vec::new();
     kernels.at_least(z, least.clamp(f32::MIN, 0.0), &mut tokens);
-    tokens
-        .into_iter()
-        .map(|token| Kept {
-            token,
-            z: z[token as usize],
-        })
-        .collect()
+    tokens.into_iter().map(|token| Kept { token, z: z[token as usize] }).collect()
 }
 
 fn mass<K: Kernels>(kernels: K, kept: &[Kept]) -> u64 {
@@ -191,10 +176,7 @@ fn nucleus<K: Kernels>(kernels: K, kept: &mut Vec<Kept>, target: u64) {
 /// The k-th largest of values without NaN; `0 < k <= x.len()`.
 pub(super) fn kth_largest<K: Kernels>(kernels: K, x: &[f32], k: usize) -> f32 {
     let descending = |a: &f32, b: &f32| b.total_cmp(a);
-    let mut candidates: Vec<f32> = x
-        .chunks(MAXIMA)
-        .map(|chunk| kernels.peak(chunk).0)
-        .collect();
+    let mut candidates: Vec<f32> = x.chunks(MAXIMA).map(|chunk| kernels.peak(chunk).0).collect();
     if k > candidates.len() {
         candidates = x.to_vec();
     } else {

@@ -101,38 +101,17 @@ impl Element for F16 {
 
 impl CpuWeight {
     /// Checks and packs `parts`.
-    pub(super) fn pack(
-        pool: &Pool,
-        parts: &[HostMatrix<'_>],
-        storage: Storage,
-    ) -> Result<CpuWeight, WeightError> {
+    pub(super) fn pack(pool: &Pool, parts: &[HostMatrix<'_>], storage: Storage) -> Result<CpuWeight, WeightError> {
         let (rows, cols) = check(parts)?;
         let first = parts[0].dtype;
         let uniform = parts.iter().all(|part| part.dtype == first);
-        let lines = rows
-            .div_ceil(PANEL)
-            .checked_mul(cols)
-            .ok_or(WeightError::Memory { rows, cols })?;
+        let lines = rows.div_ceil(PANEL).checked_mul(cols).ok_or(WeightError::Memory { rows, cols })?;
         let panels = match (storage, first) {
-            (Storage::Bf16, _) => Panels::Bf16(fill::<Bf16>(
-                pool,
-                parts,
-                HostType::BF16,
-                rows,
-                cols,
-                lines,
-            )?),
-            (_, HostType::BF16) if uniform => Panels::Bf16(fill::<Bf16>(
-                pool,
-                parts,
-                HostType::BF16,
-                rows,
-                cols,
-                lines,
-            )?),
-            (_, HostType::F16) if uniform => {
-                Panels::F16(fill::<F16>(pool, parts, HostType::F16, rows, cols, lines)?)
+            (Storage::Bf16, _) => Panels::Bf16(fill::<Bf16>(pool, parts, HostType::BF16, rows, cols, lines)?),
+            (_, HostType::BF16) if uniform => {
+                Panels::Bf16(fill::<Bf16>(pool, parts, HostType::BF16, rows, cols, lines)?)
             }
+            (_, HostType::F16) if uniform => Panels::F16(fill::<F16>(pool, parts, HostType::F16, rows, cols, lines)?),
             _ => Panels::F32(fill::<F32>(pool, parts, HostType::F32, rows, cols, lines)?),
         };
         Ok(CpuWeight { rows, cols, panels })
@@ -167,15 +146,8 @@ fn read_row<E: Element>(lines: &[Line<E::Bits>], row: usize, out: &mut [f32]) {
 
 /// Total rows and common columns of parts whose bytes are all there.
 fn check(parts: &[HostMatrix<'_>]) -> Result<(usize, usize), WeightError> {
-    let widths = || {
-        WeightError::Parts(format!(
-            "{:?}",
-            parts
-                .iter()
-                .map(|part| (part.rows, part.cols))
-                .collect::<Vec<_>>()
-        ))
-    };
+    let widths =
+        || WeightError::Parts(format!("{:?}", parts.iter().map(|part| (part.rows, part.cols)).collect::<Vec<_>>()));
     let cols = parts.first().ok_or_else(widths)?.cols;
     let mut rows = 0usize;
     for part in parts {
@@ -185,11 +157,7 @@ fn check(parts: &[HostMatrix<'_>]) -> Result<(usize, usize), WeightError> {
         rows = rows.checked_add(part.rows).ok_or_else(widths)?;
         let block = block_len(part.dtype);
         if !cols.is_multiple_of(block) {
-            return Err(WeightError::Block {
-                block,
-                dtype: part.dtype,
-                cols,
-            });
+            return Err(WeightError::Block { block, dtype: part.dtype, cols });
         }
         let expected = (cols / block)
             .checked_mul(block_bytes(part.dtype))
@@ -197,21 +165,12 @@ fn check(parts: &[HostMatrix<'_>]) -> Result<(usize, usize), WeightError> {
             .unwrap_or(usize::MAX);
         if part.bytes.len() != expected {
             let (rows, dtype, got) = (part.rows, part.dtype, part.bytes.len());
-            return Err(WeightError::Length {
-                rows,
-                cols,
-                dtype,
-                expected,
-                got,
-            });
+            return Err(WeightError::Length { rows, cols, dtype, expected, got });
         }
         if let RowOrder::Interleaved(head) = part.order
             && (head == 0 || !head.is_multiple_of(2) || !part.rows.is_multiple_of(head))
         {
-            return Err(WeightError::Parts(format!(
-                "{} rows in interleaved heads of {head}",
-                part.rows
-            )));
+            return Err(WeightError::Parts(format!("{} rows in interleaved heads of {head}", part.rows)));
         }
     }
     Ok((rows, cols))

@@ -16,9 +16,8 @@ pub struct Avx2(());
 impl Avx2 {
     /// The proof, where it holds.
     pub fn detect() -> Option<Avx2> {
-        let has = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
+        let has =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has.then_some(Avx2(()))
     }
 }
@@ -46,10 +45,7 @@ impl Load for Bf16 {
         unsafe {
             let words = _mm256_loadu_si256(line.0.as_ptr().cast());
             let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-            [
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)),
-                _mm256_castsi256_ps(_mm256_and_si256(words, high)),
-            ]
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)), _mm256_castsi256_ps(_mm256_and_si256(words, high))]
         }
     }
 }
@@ -60,10 +56,7 @@ impl Load for F16 {
         let start = line.0.as_ptr();
         // SAFETY: a line is 16 halves, 32 bytes; the instructions exist by the caller's promise.
         unsafe {
-            [
-                _mm256_cvtph_ps(_mm_loadu_si128(start.cast())),
-                _mm256_cvtph_ps(_mm_loadu_si128(start.add(8).cast())),
-            ]
+            [_mm256_cvtph_ps(_mm_loadu_si128(start.cast())), _mm256_cvtph_ps(_mm_loadu_si128(start.add(8).cast()))]
         }
     }
 }
@@ -95,10 +88,7 @@ fn padded(x: &[f32], fill: f32) -> [f32; 8] {
 fn merge(sums: __m256) -> f32 {
     let pairs = _mm256_hadd_ps(sums, sums);
     let fours = _mm256_hadd_ps(pairs, pairs);
-    _mm_cvtss_f32(_mm_add_ss(
-        _mm256_castps256_ps128(fours),
-        _mm256_extractf128_ps::<1>(fours),
-    ))
+    _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(fours), _mm256_extractf128_ps::<1>(fours)))
 }
 
 #[inline]
@@ -131,15 +121,9 @@ fn scores(query: &[f32], keys: &[&[f32]], out: &mut [f32]) {
             assert_eq!(key.len(), query.len());
             *sums = dot_sums(query, key);
         }
-        let pairs = [
-            _mm256_hadd_ps(sums[0], sums[1]),
-            _mm256_hadd_ps(sums[2], sums[3]),
-        ];
+        let pairs = [_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3])];
         let fours = _mm256_hadd_ps(pairs[0], pairs[1]);
-        let all = _mm_add_ps(
-            _mm256_castps256_ps128(fours),
-            _mm256_extractf128_ps::<1>(fours),
-        );
+        let all = _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps::<1>(fours));
         // SAFETY: four floats are there.
         unsafe { _mm_storeu_ps(out.as_mut_ptr(), all) };
     }
@@ -152,12 +136,7 @@ fn scores(query: &[f32], keys: &[&[f32]], out: &mut [f32]) {
 /// `N` vectors of the output stay in registers while all values pass.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn accumulate_vectors<const N: usize>(
-    out: &mut [f32],
-    at: usize,
-    values: &[&[f32]],
-    chances: &[f32],
-) {
+fn accumulate_vectors<const N: usize>(out: &mut [f32], at: usize, values: &[&[f32]], chances: &[f32]) {
     let mut sums = [_mm256_setzero_ps(); N];
     for (i, out) in out[at..at + 8 * N].as_chunks::<8>().0.iter().enumerate() {
         sums[i] = load(out);
@@ -208,10 +187,7 @@ pub(super) fn exp(x: __m256) -> __m256 {
     for coefficient in &c::EXP[1..] {
         polynomial = _mm256_fmadd_ps(polynomial, r, _mm256_set1_ps(*coefficient));
     }
-    let y = _mm256_add_ps(
-        _mm256_fmadd_ps(_mm256_mul_ps(r, r), polynomial, r),
-        _mm256_set1_ps(1.0),
-    );
+    let y = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(r, r), polynomial, r), _mm256_set1_ps(1.0));
     let half = _mm256_srai_epi32::<1>(exponent);
     let y = _mm256_mul_ps(y, power_of_two(half));
     _mm256_mul_ps(y, power_of_two(_mm256_sub_epi32(exponent, half)))
@@ -220,10 +196,7 @@ pub(super) fn exp(x: __m256) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn power_of_two(exponent: __m256i) -> __m256 {
-    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(
-        exponent,
-        _mm256_set1_epi32(127),
-    )))
+    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(exponent, _mm256_set1_epi32(127))))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -275,9 +248,7 @@ fn multiply<E: Load, const R: usize, const P: usize>(
     sums: &mut [[[f32; 16]; P]; R],
 ) {
     let len = rows[0].len();
-    assert!(
-        rows.iter().all(|row| row.len() == len) && panels.iter().all(|panel| panel.len() == len)
-    );
+    assert!(rows.iter().all(|row| row.len() == len) && panels.iter().all(|panel| panel.len() == len));
     let mut registers = [[[_mm256_setzero_ps(); 2]; P]; R];
     for r in 0..R {
         for p in 0..P {
@@ -296,8 +267,7 @@ fn multiply<E: Load, const R: usize, const P: usize>(
                 let x = _mm256_set1_ps(*rows[r].get_unchecked(i));
                 for p in 0..P {
                     for half in 0..2 {
-                        registers[r][p][half] =
-                            _mm256_fmadd_ps(weights[p][half], x, registers[r][p][half]);
+                        registers[r][p][half] = _mm256_fmadd_ps(weights[p][half], x, registers[r][p][half]);
                     }
                 }
             }

@@ -40,9 +40,7 @@ pub(super) fn position(x: &[f32], value: f32) -> Option<usize> {
             return Some(8 * i + found.trailing_zeros() as usize);
         }
     }
-    rest.iter()
-        .position(|x| *x == value)
-        .map(|i| 8 * chunks.len() + i)
+    rest.iter().position(|x| *x == value).map(|i| 8 * chunks.len() + i)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -57,12 +55,7 @@ pub(super) fn at_least(x: &[f32], least: f32, out: &mut Vec<u32>) {
         }
     }
     let start = 8 * chunks.len();
-    out.extend(
-        rest.iter()
-            .enumerate()
-            .filter(|(_, x)| **x >= least)
-            .map(|(i, _)| (start + i) as u32),
-    );
+    out.extend(rest.iter().enumerate().filter(|(_, x)| **x >= least).map(|(i, _)| (start + i) as u32));
 }
 
 #[inline]
@@ -117,10 +110,7 @@ pub(super) fn mass(x: &[f32]) -> u64 {
     let mut sums = _mm256_setzero_si256();
     for chunk in chunks {
         let value = exp(load(chunk));
-        for half in [
-            _mm256_castps256_ps128(value),
-            _mm256_extractf128_ps::<1>(value),
-        ] {
+        for half in [_mm256_castps256_ps128(value), _mm256_extractf128_ps::<1>(value)] {
             let shifted = _mm256_castpd_si256(_mm256_fmadd_pd(_mm256_cvtps_pd(half), scale, round));
             sums = _mm256_add_epi64(sums, _mm256_sub_epi64(shifted, _mm256_castpd_si256(round)));
         }
@@ -144,11 +134,7 @@ fn ln_parts(f: __m256, exponent: __m256) -> __m256 {
     let double = _mm256_add_ps(s, s);
     let cubic = _mm256_mul_ps(double, _mm256_mul_ps(square, polynomial));
     let rest = _mm256_fmadd_ps(exponent, _mm256_set1_ps(c::LN2_LOW), cubic);
-    _mm256_fmadd_ps(
-        exponent,
-        _mm256_set1_ps(c::LN2_HIGH),
-        _mm256_add_ps(double, rest),
-    )
+    _mm256_fmadd_ps(exponent, _mm256_set1_ps(c::LN2_HIGH), _mm256_add_ps(double, rest))
 }
 
 /// The vector version of `math::split`.
@@ -156,13 +142,9 @@ fn ln_parts(f: __m256, exponent: __m256) -> __m256 {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn split(x: __m256) -> (__m256, __m256) {
     let bits = _mm256_castps_si256(x);
-    let exponent =
-        _mm256_srai_epi32::<23>(_mm256_sub_epi32(bits, _mm256_set1_epi32(c::SQRT_HALF_BITS)));
+    let exponent = _mm256_srai_epi32::<23>(_mm256_sub_epi32(bits, _mm256_set1_epi32(c::SQRT_HALF_BITS)));
     let mantissa = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32::<23>(exponent)));
-    (
-        _mm256_sub_ps(mantissa, _mm256_set1_ps(1.0)),
-        _mm256_cvtepi32_ps(exponent),
-    )
+    (_mm256_sub_ps(mantissa, _mm256_set1_ps(1.0)), _mm256_cvtepi32_ps(exponent))
 }
 
 /// The vector version of `math::gumbel`.
@@ -172,10 +154,7 @@ fn gumbel(bits: __m256i) -> __m256 {
     let sign = _mm256_set1_ps(-0.0);
     let upper = _mm256_castsi256_ps(bits);
     let folded = _mm256_cvtepi32_ps(_mm256_xor_si256(bits, _mm256_srai_epi32::<31>(bits)));
-    let small = _mm256_mul_ps(
-        _mm256_add_ps(folded, _mm256_set1_ps(0.5)),
-        _mm256_set1_ps(c::TWO_TO_MINUS_32),
-    );
+    let small = _mm256_mul_ps(_mm256_add_ps(folded, _mm256_set1_ps(0.5)), _mm256_set1_ps(c::TWO_TO_MINUS_32));
     let (f, exponent) = split(small);
     let f = _mm256_blendv_ps(_mm256_xor_ps(small, sign), f, upper);
     let exponent = _mm256_blendv_ps(_mm256_setzero_ps(), exponent, upper);
@@ -202,12 +181,8 @@ fn multiply_wide(x: __m256i, multiplier: __m256i) -> (__m256i, __m256i) {
 fn philox(first_block: u32, coin: Coin) -> [__m256i; 4] {
     let all = |word: u32| _mm256_set1_epi32(word.cast_signed());
     let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    let mut x = [
-        _mm256_add_epi32(all(first_block), lanes),
-        all(coin.position),
-        all(coin.sample),
-        _mm256_setzero_si256(),
-    ];
+    let mut x =
+        [_mm256_add_epi32(all(first_block), lanes), all(coin.position), all(coin.sample), _mm256_setzero_si256()];
     let mut key = math::key(coin);
     let multipliers = [all(c::PHILOX_MULTIPLIERS[0]), all(c::PHILOX_MULTIPLIERS[1])];
     for _ in 0..c::PHILOX_ROUNDS {
@@ -219,10 +194,7 @@ fn philox(first_block: u32, coin: Coin) -> [__m256i; 4] {
             _mm256_xor_si256(_mm256_xor_si256(first_high, x[3]), all(key[1])),
             first_low,
         ];
-        key = [
-            key[0].wrapping_add(c::PHILOX_WEYL[0]),
-            key[1].wrapping_add(c::PHILOX_WEYL[1]),
-        ];
+        key = [key[0].wrapping_add(c::PHILOX_WEYL[0]), key[1].wrapping_add(c::PHILOX_WEYL[1])];
     }
     x
 }
@@ -232,14 +204,8 @@ fn philox(first_block: u32, coin: Coin) -> [__m256i; 4] {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn noise_32(coin: Coin, first_block: u32) -> [__m256; 4] {
     let words = philox(first_block, coin);
-    let low = [
-        _mm256_unpacklo_epi32(words[0], words[1]),
-        _mm256_unpacklo_epi32(words[2], words[3]),
-    ];
-    let high = [
-        _mm256_unpackhi_epi32(words[0], words[1]),
-        _mm256_unpackhi_epi32(words[2], words[3]),
-    ];
+    let low = [_mm256_unpacklo_epi32(words[0], words[1]), _mm256_unpacklo_epi32(words[2], words[3])];
+    let high = [_mm256_unpackhi_epi32(words[0], words[1]), _mm256_unpackhi_epi32(words[2], words[3])];
     // Each holds the four words of one counter below and of the counter four further above.
     let counters = [
         _mm256_unpacklo_epi64(low[0], low[1]),
@@ -260,24 +226,14 @@ pub(super) fn noise(coin: Coin, first_block: u32, out: &mut [f32]) {
     let (chunks, rest) = out.as_chunks_mut::<32>();
     let mut block = first_block;
     for chunk in chunks {
-        for (out, vector) in chunk
-            .as_chunks_mut::<8>()
-            .0
-            .iter_mut()
-            .zip(noise_32(coin, block))
-        {
+        for (out, vector) in chunk.as_chunks_mut::<8>().0.iter_mut().zip(noise_32(coin, block)) {
             store(out, vector);
         }
         block += 8;
     }
     if !rest.is_empty() {
         let mut last = [0.0; 32];
-        for (out, vector) in last
-            .as_chunks_mut::<8>()
-            .0
-            .iter_mut()
-            .zip(noise_32(coin, block))
-        {
+        for (out, vector) in last.as_chunks_mut::<8>().0.iter_mut().zip(noise_32(coin, block)) {
             store(out, vector);
         }
         rest.copy_from_slice(&last[..rest.len()]);

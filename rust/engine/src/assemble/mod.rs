@@ -1,15 +1,17 @@
 //! An engine out of files: checks that everything fits together before anything large is allocated.
 
+mod fit;
+mod settings;
+
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use slipstream_kernels::cpu::{Cpu, Isa};
+use slipstream_kernels::cpu::Cpu;
 use slipstream_kernels::{Backend, Storage};
 
 use crate::budget::Budget;
 use crate::cycle::HostCycle;
-use crate::draft::{DraftModel, Drafter, Eagle, EagleWeights, NGram, TreeShape, head_spec};
+use crate::draft::{DraftModel, Drafter, Eagle, EagleWeights, NGram, TreeShape};
 use crate::engine::{Engine, Limits};
 use crate::error::{EngineError, Result};
 use crate::kv::KvManager;
@@ -21,94 +23,17 @@ use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::text::TokenTable;
 use crate::verify::TargetMatch;
 
+pub use fit::is_same_file;
+pub use settings::{Settings, TreeSettings};
+
+use fit::check_fit;
+use settings::BUDGET;
+
 /// The engine on a CPU.
 pub type CpuEngine = Engine<HostCycle<Decoder<Cpu>>>;
 
-/// Settings of an engine.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Compute threads, the engine's own included; `None` is one per core.
-    pub threads: Option<usize>,
-    /// `None` is the fastest that the CPU has.
-    pub isa: Option<Isa>,
-    /// Most requests computed at a time.
-    pub max_batch: usize,
-    /// Most rows of a step.
-    pub max_batch_tokens: u32,
-    /// Most prompt tokens of one request in a step.
-    pub chunk: Option<u32>,
-    /// Most tokens of a sequence; `None` is what the model was made for.
-    pub max_context: Option<u32>,
-    /// Bytes for K/V, drafters' included; `None` is enough for `max_batch` sequences, at most 2 GiB.
-    pub kv_cache_bytes: Option<usize>,
-    /// Slots of a block.
-    pub block_size: u32,
-    /// Whether blocks of ended requests are kept for prompts that begin alike.
-    pub prefix_cache: bool,
-    /// In which type weights are kept.
-    pub storage: Storage,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            threads: None,
-            isa: None,
-            max_batch: 32,
-            max_batch_tokens: 512,
-            chunk: None,
-            max_context: None,
-            kv_cache_bytes: None,
-            block_size: 16,
-            prefix_cache: true,
-            storage: Storage::Lossless,
-        }
-    }
-}
-
 /// K/V bytes that are taken unasked.
 const DEFAULT_KV_BYTES: usize = 2 << 30;
-/// Nodes of all requests in a step, and what a node must promise, until the cost of a step is measured.
-const BUDGET: Budget = Budget { max_nodes: 64, min_chance: 0.05 };
-
-/// A tree's shape as a user sets it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TreeSettings {
-    /// See [`TreeShape`].
-    pub max_depth: u16,
-    /// See [`TreeShape`].
-    pub top_k: u16,
-    /// See [`TreeShape`].
-    pub max_nodes: u16,
-    /// See [`TreeShape`].
-    pub noise: bool,
-    /// Exactly the published tree: no node is dropped for what it promises.
-    pub fixed_tree: bool,
-}
-
-impl TreeSettings {
-    fn shape(self) -> Result<TreeShape> {
-        let Self { max_depth, top_k, max_nodes, noise, fixed_tree } = self;
-        let in_range = |name: &str, value: u16, low: u16, high: u16| {
-            if (low..=high).contains(&value) {
-                return Ok(());
-            }
-            Err(EngineError::config(format!("expected {name} between {low} and {high}, got {value}")))
-        };
-        in_range("max_depth", max_depth, 1, 32)?;
-        in_range("top_k", top_k, 1, 32)?;
-        in_range("max_nodes", max_nodes, 1, 1024)?;
-        // Nodes are numbered by 16 bits.
-        let num_candidates = u32::from(top_k) + u32::from(max_depth) * u32::from(top_k) * u32::from(top_k);
-        if fixed_tree && u32::from(max_nodes) > num_candidates {
-            return Err(EngineError::config(format!(
-                "expected max_nodes of at most top_k + max_depth * top_k * top_k = {num_candidates}, got {max_nodes}"
-            )));
-        }
-        let budget = if fixed_tree { Budget::UNLIMITED } else { BUDGET };
-        Ok(TreeShape { max_depth, top_k, max_nodes, noise, budget })
-    }
-}
 
 /// A drafter to build.
 pub enum DrafterFile<'a> {
@@ -117,7 +42,7 @@ pub enum DrafterFile<'a> {
     /// A decoder.
     DraftModel {
         /// Its files; none is the target itself.
-        file: Option<ModelFile<'a>>,
+        file: Option<Box<ModelFile<'a>>>,
         /// Only its first layers.
         num_layers: Option<usize>,
         /// Its tree.
@@ -171,7 +96,7 @@ pub struct Info {
 enum Loaded {
     NGram(NGram),
     DraftModel { weights: Arc<DecoderWeights<Cpu>>, num_layers: usize, shape: TreeShape },
-    Eagle { weights: EagleWeights<Cpu>, shape: TreeShape },
+    Eagle { weights: Box<EagleWeights<Cpu>>, shape: TreeShape },
 }
 
 /// Builds an engine. `progress` is told the share of the weights that is done; an error from it ends the building.
@@ -181,7 +106,7 @@ pub fn assemble(
     settings: &Settings,
     progress: &dyn Fn(f32) -> Result<()>,
 ) -> Result<Assembled> {
-    check(settings)?;
+    settings.check()?;
     let mut checked = Vec::with_capacity(drafters.len());
     for drafter in &drafters {
         checked.push(check_fit(drafter, &target)?);
@@ -254,21 +179,6 @@ pub fn assemble(
     })
 }
 
-fn check(settings: &Settings) -> Result<()> {
-    let in_range = |name: &str, value: usize, low: usize, high: usize| {
-        if (low..=high).contains(&value) {
-            return Ok(());
-        }
-        Err(EngineError::config(format!("expected {name} between {low} and {high}, got {value}")))
-    };
-    in_range("threads", settings.threads.unwrap_or(1), 1, 1024)?;
-    in_range("max_batch", settings.max_batch, 1, 4096)?;
-    in_range("max_batch_tokens", settings.max_batch_tokens as usize, 1, 65_536)?;
-    in_range("chunk", settings.chunk.unwrap_or(1) as usize, 1, 65_536)?;
-    in_range("block_size", settings.block_size as usize, 1, 1024)?;
-    in_range("max_context", settings.max_context.unwrap_or(2) as usize, 2, u32::MAX as usize)
-}
-
 /// Ids that a tokenizer gives and an embedding table holds.
 fn num_tokens(spec: &ModelSpec, tokenizer: Option<&Tokenizer>) -> TokenId {
     tokenizer.map_or(spec.vocab_size, |tokenizer| tokenizer.vocab_size().min(spec.vocab_size)) as TokenId
@@ -282,83 +192,6 @@ fn special_tokens(tokenizer: Option<&Tokenizer>, table: &TokenTable, num_tokens:
         .filter(|token| table.special.get(*token as usize).copied().unwrap_or(false))
         .filter_map(|token| tokenizer.token_text(token).map(|text| (text.to_owned(), token)))
         .collect()
-}
-
-/// Refuses a drafter that does not fit, before any weight is read; its tree's shape if it has one.
-fn check_fit(drafter: &DrafterFile<'_>, target: &ModelFile<'_>) -> Result<Option<TreeShape>> {
-    match drafter {
-        DrafterFile::NGram(NGram { min_match, max_match, max_nodes }) => {
-            if *min_match == 0 || min_match > max_match || *max_nodes == 0 || *max_nodes > 1024 {
-                return Err(EngineError::config(format!(
-                    "expected 1 <= min_match <= max_match and 1 <= max_nodes <= 1024, got {min_match}, {max_match} and \
-                     {max_nodes}"
-                )));
-            }
-            Ok(None)
-        }
-        DrafterFile::DraftModel { file, num_layers, tree } => {
-            let spec = file.as_ref().map_or(&target.spec, |file| &file.spec);
-            if let Some(num_layers) = *num_layers
-                && (num_layers == 0 || num_layers > spec.num_layers)
-            {
-                return Err(EngineError::config(format!(
-                    "expected num_layers between 1 and the draft model's {}, got {num_layers}",
-                    spec.num_layers
-                )));
-            }
-            if let Some(file) = file {
-                check_vocabulary(file, target)?;
-            }
-            tree.shape().map(Some)
-        }
-        DrafterFile::Eagle { file, tree } => {
-            let spec = head_spec(&file.config)?;
-            let pairs = [
-                ("hidden size", spec.hidden_size, target.spec.hidden_size),
-                ("vocabulary size", spec.vocab_size, target.spec.vocab_size),
-            ];
-            for (what, head, target) in pairs {
-                if head != target {
-                    return Err(EngineError::model(format!(
-                        "expected an EAGLE head of the target's {what} {target}, got {head}"
-                    ))
-                    .with_hint("a head fits only the model that it was trained for"));
-                }
-            }
-            tree.shape().map(Some)
-        }
-    }
-}
-
-/// A draft model must mean the same by every id. Embedding tables of one family differ in padding, so the tokenizers
-/// are compared where both are there, and sizes only where they are not.
-fn check_vocabulary(draft: &ModelFile<'_>, target: &ModelFile<'_>) -> Result<()> {
-    let mismatch = |what: String| {
-        Err(EngineError::model(what).with_hint("a draft model must share the target's tokenizer, id by id"))
-    };
-    if let (Some(ours), Some(theirs)) = (&target.tokenizer, &draft.tokenizer) {
-        let (num_ours, num_theirs) = (ours.vocab_size(), theirs.vocab_size());
-        if num_ours != num_theirs {
-            return mismatch(format!("expected a draft model of {num_ours} tokens, got {num_theirs}"));
-        }
-        let differing =
-            (0..num_ours as TokenId).find(|token| ours.token_text(*token) != theirs.token_text(*token));
-        if let Some(token) = differing {
-            return mismatch(format!(
-                "expected token {token} of the draft model to be {:?}, got {:?}",
-                ours.token_text(token).unwrap_or_default(),
-                theirs.token_text(token).unwrap_or_default()
-            ));
-        }
-        return Ok(());
-    }
-    if target.spec.vocab_size != draft.spec.vocab_size {
-        return mismatch(format!(
-            "expected a draft model of vocabulary size {}, got {}",
-            target.spec.vocab_size, draft.spec.vocab_size
-        ));
-    }
-    Ok(())
 }
 
 fn load(
@@ -382,7 +215,7 @@ fn load(
         }
         DrafterFile::Eagle { file, .. } => {
             let weights = EagleWeights::load(backend, target, &file.config, &file.tensors, storage)?;
-            Loaded::Eagle { weights, shape: shape() }
+            Loaded::Eagle { weights: Box::new(weights), shape: shape() }
         }
     })
 }
@@ -471,15 +304,7 @@ fn build(
             num_tokens,
         )?),
         Loaded::Eagle { weights, shape } => {
-            Box::new(Eagle::new(Arc::clone(backend), Arc::clone(target), weights, shape, 0, num_slots, max_batch)?)
+            Box::new(Eagle::new(Arc::clone(backend), Arc::clone(target), *weights, shape, 0, num_slots, max_batch)?)
         }
     })
-}
-
-/// The path of a draft model that is the target itself, so that its weights are shared.
-pub fn is_same_file(target: &PathBuf, draft: &PathBuf) -> bool {
-    match (target.canonicalize(), draft.canonicalize()) {
-        (Ok(target), Ok(draft)) => target == draft,
-        _ => false,
-    }
 }
