@@ -46,6 +46,7 @@ lint: $(BIN)/.built-dev ## Check formatting, lints and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --mypy-config-file=pyproject.toml slipstream._core
 
 bench: $(BIN)/.built ## Measure kernels and decoding on this machine
 	cargo bench

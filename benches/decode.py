@@ -17,37 +17,31 @@ import slipstream
 from slipstream import Completion, Engine
 from slipstream.cli import parse_drafter
 
-LISTING = """def read_scores(path):
-    scores = {}
-    with open(path) as file:
-        for line in file:
-            name, score = line.split(",")
-            scores[name] = int(score)
-    return scores
+TEXT = """\
+The lighthouse keeper climbed the stairs every evening at sunset. He carried a lantern in one hand and a can of oil in \
+the other. At the top he cleaned the glass, filled the lamp, and lit the wick. Then he sat by the window and watched \
+the ships pass in the dark. In the morning he put out the lamp and went down to sleep.
 
+One night a storm came from the west. The wind broke a window, and the rain reached the lamp. The keeper held his coat \
+over the flame until the glass was dry again. A fishing boat saw the light and found the harbor. In the morning its \
+captain climbed the stairs with a basket of fish, and the two men had breakfast by the sea.
 
-def best_player(scores):
-    best_name = None
-    best_score = 0
-    for name, score in scores.items():
-        if score > best_score:
-            best_name = name
-            best_score = score
-    return best_name
-
-
-def print_scores(scores):
-    for name, score in sorted(scores.items()):
-        print(name, score)
-"""
-DEMO_PROMPT = f"Repeat this code exactly as it is:\n\n```python\n{LISTING}```"
+After that the captain came every Sunday. He brought bread and news from the town, and the keeper told him which ships \
+had passed. When the captain grew old and sold his boat, he moved into the small house beside the lighthouse. Now two \
+lamps burn on the cliff at night, one for the ships and one for the table where they play cards."""
+DEMO_PROMPT = f"Repeat this text exactly, word for word:\n\n{TEXT}"
+"""An answer that repeats its prompt: what prompt lookup is made for, and the most that it can gain."""
 
 
 def main() -> int:
     """Runs the comparison; returns 1 if a token differed."""
     options = _options()
     target = options.model
-    prompts = [DEMO_PROMPT] if options.prompts is None else read_prompts(options.prompts)[: options.limit]
+    if options.prompts is None:
+        prompts = [DEMO_PROMPT]
+        print("one prompt: repeat a text word for word, which is what prompt lookup is made for")
+    else:
+        prompts = read_prompts(options.prompts)[: options.limit]
     drafters = [parse_drafter(text) for text in options.drafter or ["auto"]]
     chosen = [drafter for drafter in drafters if drafter is not None]
     with (

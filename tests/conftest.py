@@ -14,7 +14,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from slipstream import Completion, Engine, fetch
+from slipstream import Completion, Engine, _core, fetch, sources
+from slipstream import engine as engine_module
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOLDEN = REPOSITORY / "tests" / "golden"
@@ -42,6 +43,12 @@ def generate_each(engine: Engine, prompts: Sequence[Any], parameters: Sequence[d
         assert stats is not None
         done.append(Completion("".join(chunk.text for chunk in chunks), token_ids, reason, stats, stream.seed))
     return done
+
+
+def core_engine(target: Any, drafter: Any = None, **settings: Any) -> _core.Engine:
+    """The core's engine, for settings that the Python face does not offer, and for requests by the ten thousand."""
+    drafters = [engine_module._to_core(each) for each in engine_module._drafters(drafter)]
+    return _core.Engine(sources.resolve(target), drafters, **settings)
 
 
 def ids_of(done: Sequence[Completion]) -> list[list[int]]:

@@ -137,8 +137,7 @@ fn hostile_tokenizers_are_refused_and_never_panic() {
         (
             "decoder",
             Box::new(|value| {
-                value["decoder"] =
-                    serde_json::json!({ "type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true })
+                value["decoder"] = serde_json::json!({ "type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true });
             }),
         ),
         (

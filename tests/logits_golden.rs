@@ -36,24 +36,21 @@ fn argmax(row: &[f32]) -> TokenId {
     row.iter().position(|logit| *logit == best).expect("a largest logit") as TokenId
 }
 
+/// Whole numbers, saved with 32 or 64 bits.
+fn integers(file: &mut NpzReader<File>, name: &str) -> ndarray::ArrayD<i64> {
+    if let Ok(values) = file.by_name(name) {
+        return values;
+    }
+    let values: ndarray::ArrayD<i32> = file.by_name(name).expect("whole numbers");
+    values.mapv(i64::from)
+}
+
 fn check(name: &str) {
     let folder = golden().join("logits").join(name);
     let mut file = NpzReader::new(File::open(folder.join("golden.npz")).expect("data")).expect("an npz file");
-    let input: ndarray::ArrayD<i64> = match file.by_name("input_ids") {
-        Ok(ids) => ids,
-        Err(_) => {
-            let ids: ndarray::ArrayD<i32> = file.by_name("input_ids").expect("token ids");
-            ids.mapv(i64::from)
-        }
-    };
+    let input = integers(&mut file, "input_ids");
     let expected: ndarray::ArrayD<f32> = file.by_name("logits").expect("logits");
-    let greedy: Vec<TokenId> = match file.by_name::<ndarray::OwnedRepr<i64>, ndarray::IxDyn>("greedy32_p0") {
-        Ok(ids) => ids.iter().map(|id| *id as TokenId).collect(),
-        Err(_) => {
-            let ids: ndarray::ArrayD<i32> = file.by_name("greedy32_p0").expect("token ids");
-            ids.iter().map(|id| *id as TokenId).collect()
-        }
-    };
+    let greedy: Vec<TokenId> = integers(&mut file, "greedy32_p0").iter().map(|id| *id as TokenId).collect();
     let (len, vocab) = (expected.shape()[1], expected.shape()[2]);
     let expected: Vec<f32> = expected.iter().copied().collect();
     let prompts: Vec<Vec<TokenId>> =

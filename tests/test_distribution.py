@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import reference
-from conftest import generate_each
-from slipstream import DraftModel, Eagle, Engine, NGram, _core, sources
-from slipstream._core import SamplingParams
+from conftest import core_engine
+from slipstream import DraftModel, Eagle, Engine, NGram, SamplingParams
 
 COUNT = 20_000
 PROMPT = (1, 5, 3, 5, 3)
@@ -27,7 +26,6 @@ STRANGER = reference.random_model(2)
 DRAFTERS: dict[str, Any] = {
     "none": None,
     "ngram": NGram(min_match=1),
-    "half_good": HALF_GOOD,
     "argmax": DraftModel(TARGET, num_layers=1, noise=False, fixed_tree=True, max_depth=2, top_k=1, max_nodes=2),
     "argmax_tree": DraftModel(TARGET, num_layers=1, noise=False, fixed_tree=True, max_depth=2, top_k=3, max_nodes=8),
     "noise_tree": DraftModel(TARGET, num_layers=1, fixed_tree=True, max_depth=2, top_k=3, max_nodes=8),
@@ -41,15 +39,22 @@ Counts = NDArray[np.int64]
 
 
 def sample(
-    target: reference.Model, drafter: Any, depth: int, count: int = COUNT, prompt: Sequence[int] = PROMPT, **settings: Any
+    target: reference.Model,
+    drafter: Any,
+    depth: int,
+    count: int = COUNT,
+    prompt: Sequence[int] = PROMPT,
+    instruction_set: str | None = None,
+    **settings: Any,
 ) -> Counts:
     """Draws the next ``depth`` tokens with ``count`` seeds; one row each."""
-    with Engine(target, drafter, threads=2, max_batch=256, max_batch_tokens=4096) as engine:
-        each = [{"max_tokens": depth, "ignore_eos": True, "seed": seed, **settings} for seed in range(count)]
-        done = generate_each(engine, [list(prompt)] * count, each)
-        if drafter is not None and depth > 1:
-            assert engine.stats().drafted > 0 or isinstance(drafter, NGram)
-    return np.array([one.token_ids for one in done])
+    core = core_engine(target, drafter, threads=2, max_batch=256, max_batch_tokens=4096, instruction_set=instruction_set)
+    parameters = (SamplingParams(max_tokens=depth, ignore_eos=True, seed=seed, **settings) for seed in range(count))
+    streams = [core.submit(prompt, each) for each in parameters]
+    tokens = np.array([[token for chunk in stream for token in chunk.token_ids] for stream in streams])
+    assert drafter is None or core.stats().drafted > 0
+    core.close()
+    return tokens
 
 
 def table(tokens: Counts, vocab_size: int) -> Counts:
@@ -80,7 +85,13 @@ def is_drawn_from(counts: Counts, exact: reference.Array) -> bool:
     draws = [rng.multinomial(counts.sum(), exact / exact.sum()) for _ in range(20)]
     usual = float(np.mean([total_variation(draw, exact) for draw in draws]))
     chi_square = float(((observed - wanted) ** 2 / wanted).sum())
-    return chi_square < limit and total_variation(counts, exact) < 2 * usual
+    return chi_square < limit and total_variation(counts, exact) <= 2 * usual
+
+
+@pytest.fixture(scope="module")
+def half_good() -> Counts:
+    """Two tokens each, drawn with a drafter that is right about half the time."""
+    return sample(TARGET, HALF_GOOD, 2, temperature=1.0)
 
 
 def shifted(tokens: Counts) -> Counts:
@@ -114,33 +125,34 @@ def one_step(tokens: Counts) -> Counts:
     return biased
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [*((name, 1.0) for name in DRAFTERS if name != "eagle"), *((name, 0.6) for name in ("none", "argmax_tree", "list"))],
+)
 def test_hc_008_012_the_next_two_tokens_have_the_targets_distribution(name: str, temperature: float) -> None:
     tokens = sample(TARGET, DRAFTERS[name], 2, temperature=temperature)
     exact = reference.joint(TARGET, PROMPT, 2, temperature=temperature)
     assert is_drawn_from(table(tokens, 13), exact)
 
 
-def test_hc_008_accepted_tokens_at_depth_two_have_the_targets_distribution() -> None:
-    """Three tokens: the third can be an accepted child, or what was drawn where the path ended."""
+@pytest.mark.parametrize("name", ["argmax_tree", "noise_tree", "eagle", "stranger"])
+def test_hc_008_the_third_token_has_the_targets_distribution(name: str) -> None:
+    """It can be an accepted child, or what was drawn where the path ended; a head drafts from the second on."""
+    counts = table(sample(TARGET, DRAFTERS[name], 3, count=10_000, temperature=0.8), 13)
     exact = reference.joint(TARGET, PROMPT, 3, temperature=0.8)
-    for name in ("argmax_tree", "noise_tree", "eagle", "stranger"):
-        counts = table(sample(TARGET, DRAFTERS[name], 3, temperature=0.8), 13)
-        assert is_drawn_from(counts, exact), name
-        assert is_drawn_from(counts.sum(axis=(0, 1)), exact.sum(axis=(0, 1))), name
+    assert is_drawn_from(counts, exact)
+    assert is_drawn_from(counts.sum(axis=(0, 1)), exact.sum(axis=(0, 1)))
 
 
 @pytest.mark.parametrize("bias", [shifted, greedy, repeated, one_step])
-def test_the_test_notices_a_biased_sampler(bias: Callable[[Counts], Counts]) -> None:
-    tokens = sample(TARGET, HALF_GOOD, 2, temperature=1.0)
+def test_the_test_notices_a_biased_sampler(half_good: Counts, bias: Callable[[Counts], Counts]) -> None:
     exact = reference.joint(TARGET, PROMPT, 2, temperature=1.0)
-    assert is_drawn_from(table(tokens, 13), exact)
-    assert not is_drawn_from(table(bias(tokens), 13), exact)
+    assert is_drawn_from(table(half_good, 13), exact)
+    assert not is_drawn_from(table(bias(half_good), 13), exact)
 
 
-def test_the_test_notices_a_wrong_temperature_and_wrong_filters() -> None:
-    counts = table(sample(TARGET, HALF_GOOD, 2, temperature=1.0), 13)
+def test_the_test_notices_a_wrong_temperature_and_wrong_filters(half_good: Counts) -> None:
+    counts = table(half_good, 13)
     for wrong in ({"temperature": 0.9}, {"temperature": 1.1}, {"temperature": 1.0, "top_p": 0.95}):
         assert not is_drawn_from(counts, reference.joint(TARGET, PROMPT, 2, **wrong))
 
@@ -159,33 +171,27 @@ def test_hc_007_all_of_three_tokens_appear_and_temperature_matters(name: str) ->
     assert {*few[:, 0].tolist()} == {*few[:, 3].tolist()} == {0, 1, 2}
     for temperature in (1.0, 0.7, 1.5):
         exact = reference.filtered(np.log([0.5, 0.3, 0.2]), temperature)
-        tokens = sample(target, drafter, 4, prompt=(0, 1, 0, 1), temperature=temperature)
-        for position in range(4):
-            assert is_drawn_from(np.bincount(tokens[:, position], minlength=3), exact), position
+        tokens = sample(target, drafter, 4, count=5_000, prompt=(0, 1, 0, 1), temperature=temperature)
+        assert is_drawn_from(np.bincount(tokens.ravel(), minlength=3), exact)
 
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_hc_009_the_token_after_an_accepted_path_has_its_conditional_distribution(noise: bool) -> None:
-    """Conditional on the run: the first token, and a second that was drafted and accepted."""
+    """Conditional on the run, here of one token that was drafted and accepted."""
     drafter = DraftModel(TARGET, noise=noise, fixed_tree=True, max_depth=1, top_k=1, max_nodes=1)
-    runs: dict[tuple[int, int], list[int]] = {}
+    runs: dict[tuple[int, ...], list[int]] = {}
     with Engine(TARGET, drafter, threads=2, max_batch=256, max_batch_tokens=4096) as engine:
-        parameters = [{"max_tokens": 3, "ignore_eos": True, "temperature": 1.0, "seed": seed} for seed in range(COUNT)]
-        streams = [engine.stream(list(PROMPT), **each) for each in parameters]
+        streams = [engine.stream(list(PROMPT), max_tokens=2, ignore_eos=True, seed=seed) for seed in range(COUNT)]
         for stream in streams:
-            chunks = list(stream)
-            tokens = [token for chunk in chunks for token in chunk.token_ids]
-            if len(chunks) == 2 and chunks[1].num_accepted == 1:
-                runs.setdefault((tokens[0], tokens[1]), []).append(tokens[2])
+            chunk = next(stream)
+            if chunk.num_accepted == 1:
+                path, following = chunk.token_ids
+                runs.setdefault((path,), []).append(following)
     accepted = sum(map(len, runs.values()))
-    assert accepted > (0.95 if noise else 0.2) * COUNT
-    num_checked = 0
-    for path, following in runs.items():
-        if len(following) >= 500:
-            num_checked += 1
-            exact = reference.filtered(reference.logits(TARGET, PROMPT + path)[-1], 1.0)
-            assert is_drawn_from(np.bincount(following, minlength=13), exact), path
-    assert num_checked >= 5
+    assert accepted > (0.95 if noise else 0.1) * COUNT
+    for path, drawn in runs.items():
+        exact = reference.filtered(reference.logits(TARGET, PROMPT + path)[-1], 1.0)
+        assert is_drawn_from(np.bincount(drawn, minlength=13), exact), path
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -198,7 +204,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ["none", "stranger", "argmax_tree", "list"])
 def test_hc_010_nothing_outside_the_filtered_set_appears(name: str, settings: dict[str, Any]) -> None:
     settings = {"temperature": 1.0, **settings}
-    tokens = sample(TARGET, DRAFTERS[name], 2, count=8_000, **settings)
+    tokens = sample(TARGET, DRAFTERS[name], 2, count=4_000, **settings)
     assert is_drawn_from(table(tokens, 13), reference.joint(TARGET, PROMPT, 2, **settings))
 
 
@@ -224,15 +230,7 @@ def test_hc_011_at_temperature_zero_only_the_argmax_is_accepted() -> None:
 
 @pytest.mark.parametrize("instruction_set", ["scalar", None])
 def test_hc_013_every_instruction_set_samples(instruction_set: str | None) -> None:
-    drafter = _core.Drafter.draft_model(sources.resolve(TARGET), num_layers=1)
-    core = _core.Engine(
-        sources.resolve(TARGET), [drafter], threads=2, max_batch=256, instruction_set=instruction_set
-    )
-    streams = [
-        core.submit(list(PROMPT), SamplingParams(max_tokens=2, ignore_eos=True, seed=seed)) for seed in range(COUNT)
-    ]
-    tokens = np.array([[token for chunk in stream for token in chunk.token_ids] for stream in streams])
-    core.close()
+    tokens = sample(TARGET, HALF_GOOD, 2, count=3_000, instruction_set=instruction_set, temperature=1.0)
     assert is_drawn_from(table(tokens, 13), reference.joint(TARGET, PROMPT, 2, temperature=1.0))
 
 

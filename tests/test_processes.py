@@ -78,6 +78,63 @@ def test_hc_098_an_interrupt_ends_the_wait_and_the_request(wait: str, demo_model
         process.wait()
 
 
+MODELS = {
+    "files": "model = sys.argv[1]",
+    "memory": """
+        import numpy as np
+        config = {
+            "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 8192, "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        }
+        weights = {"model.embed_tokens.weight": (8192, 1024), "model.norm.weight": (1024,)}
+        for layer in range(6):
+            name = f"model.layers.{layer}."
+            weights |= {f"{name}self_attn.{part}_proj.weight": (1024, 1024) for part in "qkvo"}
+            weights |= {f"{name}mlp.{part}_proj.weight": (4096, 1024) for part in ("gate", "up")}
+            weights |= {f"{name}mlp.down_proj.weight": (1024, 4096), f"{name}input_layernorm.weight": (1024,)}
+            weights |= {f"{name}post_attention_layernorm.weight": (1024,)}
+        model = config, {name: np.full(shape, 0.01, np.float32) for name, shape in weights.items()}
+        """,
+}
+
+
+@pytest.mark.parametrize("wait", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("kind", MODELS)
+def test_hc_098_an_interrupt_ends_loading(kind: str, wait: float, demo_model: Path, python: Start) -> None:
+    process = python(
+        f"""
+        import sys
+        from slipstream import Engine
+
+        {MODELS[kind].strip()}
+        print("ready", flush=True)
+        try:
+            while True:
+                Engine(model).close()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        with Engine(model) as engine:
+            assert len(engine.generate([0], max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
+        print("usable", flush=True)
+        """,
+        str(demo_model),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()
+        time.sleep(wait)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n", process.communicate()
+        assert time.monotonic() - sent < 1
+        output, _ = process.communicate(timeout=60)
+        assert (process.returncode, output) == (0, "usable\n")
+    finally:
+        process.kill()
+        process.wait()
+
+
 CHILDREN = {
     "engine": "refused(lambda: engine.generate('x', max_tokens=1))",
     "stats": "refused(engine.stats)",

@@ -165,6 +165,35 @@ def test_hc_085_wrong_prompts_are_refused(engine: Engine, chat_engine: Engine, p
     assert engine.generate(PROMPT, max_tokens=1).token_ids
 
 
+@pytest.mark.parametrize(
+    "token_ids",
+    [*([-1], [2**32], [2**80], [True], [1.0], [None], ["a"], [320]), *(None, "ab", b"ab", 5, {1: 2}, {1}, [[1]])],
+    ids=repr,
+)
+def test_hc_085_wrong_token_ids_are_refused_by_the_core_too(target_a: Path, token_ids: Any) -> None:
+    with Engine(target_a, threads=1) as engine:
+        with pytest.raises(RequestError, match="prompt"):
+            engine._core.submit(token_ids, SamplingParams())
+        with pytest.raises(RequestError, match="token_ids"):
+            engine.decode(token_ids)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"text", ["text"], "\ud800"], ids=ascii)
+def test_what_is_no_text_is_not_encoded(engine: Engine, text: Any) -> None:
+    with pytest.raises(RequestError, match="expected text to be"):
+        engine.encode(text)
+
+
+def test_reprs_are_python(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.5, stop="a\nb", ignore_eos=True, logit_bias={3: 1.0}, speculate=4)
+    assert eval(repr(params), {"SamplingParams": SamplingParams}).logit_bias == {3: 1.0}
+    shown = 'temperature=0.5, stop=["a\\nb"], ignore_eos=True, logit_bias={3: 1.0}, speculate=4'
+    assert repr(params) == f"SamplingParams({shown})"
+    first, *_, last = engine.stream(PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
+    assert "finish_reason=None)" in repr(first)
+    assert 'finish_reason="length")' in repr(last)
+
+
 def test_hc_085_whitespace_is_a_prompt(engine: Engine) -> None:
     assert engine.generate(" ", max_tokens=2, ignore_eos=True, temperature=0).finish_reason == "length"
 

@@ -10,6 +10,24 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "CapacityError",
+    "Chunk",
+    "ConfigError",
+    "DeviceError",
+    "Drafter",
+    "Engine",
+    "Error",
+    "ModelError",
+    "RequestError",
+    "SamplingParams",
+    "Source",
+    "Stats",
+    "TokenStream",
+    "__version__",
+    "inspect",
+]
+
 __version__: str
 
 class Error(Exception):

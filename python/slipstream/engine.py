@@ -214,8 +214,12 @@ class Engine:
         Args:
             text: Any text.
             add_special: Add what the model expects at the start of a text. Default ``True``.
+
+        Raises:
+            RequestError: If it is no text, or the model has no tokenizer.
         """
         self._owner.check()
+        prompts.check_text("text", text)
         return self._core.encode(text, add_special=add_special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -223,6 +227,9 @@ class Engine:
 
         Args:
             token_ids: Ids in the target's vocabulary.
+
+        Raises:
+            RequestError: If one is not, or the model has no tokenizer.
         """
         self._owner.check()
         return self._core.decode(token_ids)

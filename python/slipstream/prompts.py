@@ -81,14 +81,25 @@ def _as_list(given: object) -> object:
 def _encode(core: _core.Engine, text: str, *, add_special: bool) -> list[int]:
     if not text:
         raise RequestError("expected a prompt of at least one token, got empty text")
-    _check_unicode("prompt", text)
+    check_text("prompt", text)
     token_ids = core.encode(text, add_special=add_special)
     if not token_ids:
         raise RequestError(f"expected a prompt of at least one token, but {settings.shown(text)} encodes to none")
     return token_ids
 
 
-def _check_unicode(what: str, text: str) -> None:
+def check_text(what: str, text: object) -> None:
+    """Refuses what no tokenizer can read.
+
+    Args:
+        what: Its name, for the message.
+        text: What came.
+
+    Raises:
+        RequestError: If it is no text, or not valid Unicode.
+    """
+    if not isinstance(text, str):
+        raise RequestError(f"expected {what} to be text, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -115,9 +126,7 @@ def _render(core: _core.Engine, messages: list[object]) -> str:
         for key in ("role", "content"):
             if key not in message:
                 raise RequestError(f"expected {where} to have {key!r}, got {settings.shown(list(message))}")
-            if not isinstance(message[key], str):
-                raise RequestError(f"expected {key!r} of {where} to be text, got {type(message[key]).__name__}")
-            _check_unicode(f"{key!r} of {where}", message[key])
+            check_text(f"{key!r} of {where}", message[key])
     if not core.has_chat_template:
         raise RequestError(
             "expected a model with a chat template for a list of messages, and this one has none\n"

@@ -1,12 +1,11 @@
 //! `Engine`: a target, its drafters, and the thread that runs them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use slipstream_engine::assemble::{Assembled, Info, Settings, assemble};
+use slipstream_engine::assemble::{Assembled, Info, Settings};
 use slipstream_engine::engine::Limits;
 use slipstream_engine::error::EngineError;
 use slipstream_engine::load::{ChatTemplate, Tokenizer};
@@ -15,15 +14,13 @@ use slipstream_engine::text::TokenTable;
 use slipstream_kernels::Storage;
 use slipstream_kernels::cpu::Isa;
 
+use crate::build::Plan;
 use crate::error::raise;
 use crate::handle::Handle;
-use crate::params::SamplingParams;
-use crate::source::{Drafter, Source, slices, spec_facts};
+use crate::params::{SamplingParams, token_ids};
+use crate::source::{Drafter, Source, spec_facts};
 use crate::stats::Stats;
 use crate::stream::{TimedSink, Times, TokenStream};
-
-/// How often Ctrl-C is looked for while weights are loaded.
-const LOOK: Duration = Duration::from_millis(50);
 
 /// A target, its drafters and the thread that runs them.
 #[pyclass(frozen, module = "slipstream._core")]
@@ -104,58 +101,18 @@ impl Engine {
             prefix_cache,
             storage: storage(quantize).map_err(|error| raise(&error))?,
         };
-        let target = target.get();
-        let held = target.hold(py)?;
-        let target_bytes = slices(&held)?;
-        let drafters: Vec<&Drafter> = drafters.iter().map(Py::get).collect();
-        let held: Vec<_> = drafters
-            .iter()
-            .map(|drafter| drafter.source().map_or(Ok(Vec::new()), |source| source.get().hold(py)))
-            .collect::<PyResult<_>>()?;
-        let drafter_bytes: Vec<_> = held.iter().map(slices).collect::<PyResult<_>>()?;
-
-        let is_interrupted = AtomicBool::new(false);
-        let load = || {
-            let model = target.open_model(&target_bytes)?;
-            let files = drafters
-                .iter()
-                .zip(&drafter_bytes)
-                .map(|(drafter, bytes)| drafter.open(target, bytes))
-                .collect::<Result<Vec<_>, _>>()?;
-            assemble(model, files, &settings, &|_| {
-                if is_interrupted.load(Ordering::Relaxed) {
-                    return Err(EngineError::device("loading was interrupted"));
-                }
-                Ok(())
-            })
-        };
-        let mut interrupt = Ok(());
-        let assembled = py.detach(|| {
-            std::thread::scope(|scope| {
-                let loader = scope.spawn(load);
-                while !loader.is_finished() {
-                    std::thread::park_timeout(LOOK.min(Duration::from_millis(5)));
-                    if interrupt.is_ok()
-                        && let Err(error) = Python::attach(|py| py.check_signals())
-                    {
-                        interrupt = Err(error);
-                        is_interrupted.store(true, Ordering::Relaxed);
-                    }
-                }
-                loader.join().unwrap_or_else(|_| Err(EngineError::device("loading stopped: an invariant was broken")))
-            })
-        });
-        interrupt?;
-        let Assembled { engine, limits, tokenizer, chat_template, table, info } =
-            assembled.map_err(|error| raise(&error))?;
+        let drafters = drafters.iter().map(|drafter| drafter.get().clone()).collect();
+        let plan = Plan { target: target.get().clone(), drafters, settings };
+        let Assembled { engine, limits, tokenizer, chat_template, table, info } = plan.build(py)?;
         let handle = Arc::new(Handle::start(engine).map_err(|error| raise(&error))?);
         Ok(Self { handle, limits, tokenizer, chat_template, table, info, built: Instant::now() })
     }
 
     /// Starts a request.
     #[pyo3(signature = (prompt, params))]
-    fn submit(&self, prompt: Vec<u32>, params: &SamplingParams) -> PyResult<TokenStream> {
+    fn submit(&self, prompt: &Bound<'_, PyAny>, params: &SamplingParams) -> PyResult<TokenStream> {
         self.handle.check_process()?;
+        let prompt = token_ids("prompt", prompt)?;
         let id = self.handle.next_request();
         let request = self.limits.request(id, prompt, params.inner.clone()).map_err(|error| raise(&error))?;
         let (writer, reader) = TokenLog::open(request.max_len - request.prompt.len() as u32);
@@ -175,7 +132,12 @@ impl Engine {
 
     /// Text of token ids, special tokens left out.
     #[pyo3(signature = (token_ids))]
-    fn decode(&self, token_ids: Vec<u32>) -> PyResult<String> {
+    fn decode(&self, token_ids: &Bound<'_, PyAny>) -> PyResult<String> {
+        let token_ids = self::token_ids("token_ids", token_ids)?;
+        let num_tokens = self.limits.num_tokens;
+        if let Some(token) = token_ids.iter().find(|token| **token >= num_tokens) {
+            return Err(raise(&EngineError::request(format!("expected token_ids below {num_tokens}, got {token}"))));
+        }
         self.tokenizer()?.decode(&token_ids).map_err(|error| raise(&error))
     }
 
@@ -231,14 +193,14 @@ impl Engine {
     /// Counts over all ended requests.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         self.handle.check_process()?;
-        let (counts, _) = py.detach(|| self.handle.report()).map_err(|error| raise(&error))?;
+        let (counts, _) = self.handle.report(py)?;
         Ok(Stats::new(counts, self.built.elapsed().as_secs_f64(), None))
     }
 
     /// What is going on now.
     fn load<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.handle.check_process()?;
-        let (_, load) = py.detach(|| self.handle.report()).map_err(|error| raise(&error))?;
+        let (_, load) = self.handle.report(py)?;
         let facts = PyDict::new(py);
         facts.set_item("running", load.num_running)?;
         facts.set_item("waiting", load.num_waiting)?;

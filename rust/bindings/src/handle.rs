@@ -4,9 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
-use pyo3::PyResult;
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
+use pyo3::{PyResult, Python};
 use slipstream_engine::assemble::CpuEngine;
 use slipstream_engine::engine::Load;
 use slipstream_engine::error::EngineError;
@@ -15,6 +16,9 @@ use slipstream_engine::request::{Request, RequestId};
 use slipstream_engine::stream::TokenSink;
 
 use crate::error::raise;
+
+/// How long a wait stays away from the interpreter, at most: Ctrl-C is seen after it.
+pub(crate) const WAIT: Duration = Duration::from_millis(50);
 
 enum Command {
     Submit(Box<Request>, Box<dyn TokenSink>),
@@ -73,10 +77,16 @@ impl Handle {
     }
 
     /// Counts over ended requests, and what is going on. Waits for the step under way.
-    pub(crate) fn report(&self) -> Result<(Counts, Load), EngineError> {
+    pub(crate) fn report(&self, py: Python<'_>) -> PyResult<(Counts, Load)> {
         let (reply, answer) = bounded(1);
-        self.commands.send(Command::Report(reply)).map_err(|_| stopped())?;
-        answer.recv().map_err(|_| stopped())
+        self.commands.send(Command::Report(reply)).map_err(|_| raise(&stopped()))?;
+        loop {
+            match py.detach(|| answer.recv_timeout(WAIT)) {
+                Ok(report) => return Ok(report),
+                Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+                Err(RecvTimeoutError::Disconnected) => return Err(raise(&stopped())),
+            }
+        }
     }
 
     /// Ends every request, and the thread.

@@ -1,5 +1,12 @@
 //! `slipstream._core`: the engine for Python. No logic lives here.
+#![forbid(unsafe_code)]
+#![expect(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
+#![expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "a method of Python<'_> is not general enough as a path"
+)]
 
+mod build;
 mod engine;
 mod error;
 mod handle;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyMapping, PySequence, PyString};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMapping, PySequence, PyString};
 use slipstream_engine::error::EngineError;
 use slipstream_engine::request::SamplingParams as EngineParams;
 
@@ -62,10 +62,19 @@ fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 fn items<'py>(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let sequence = value.cast::<PySequence>().map_err(|_| wrong(name, expected, value))?;
-    if value.is_instance_of::<PyString>() {
+    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
         return Err(wrong(name, expected, value));
     }
     sequence.try_iter()?.collect()
+}
+
+/// Token ids of some vocabulary. Their range is checked where the vocabulary is known.
+pub(crate) fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let each = format!("each id in {name}");
+    items(name, "a list of token ids", value)?
+        .iter()
+        .map(|item| Ok(whole(&each, item, 0, u64::from(u32::MAX))? as u32))
+        .collect()
 }
 
 fn strings(value: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
@@ -113,12 +122,7 @@ fn read(params: &mut EngineParams, name: &str, value: &Bound<'_, PyAny>) -> PyRe
         "seed" if value.is_none() => params.seed = None,
         "seed" => params.seed = Some(whole(name, value, 0, u64::MAX)?),
         "stop" => params.stop = strings(value)?,
-        "stop_token_ids" => {
-            params.stop_token_ids = items(name, "a list of token ids", value)?
-                .iter()
-                .map(|item| Ok(whole(name, item, 0, MAX)? as u32))
-                .collect::<PyResult<_>>()?;
-        }
+        "stop_token_ids" => params.stop_token_ids = token_ids(name, value)?,
         "ignore_eos" => params.ignore_eos = flag(name, value)?,
         "repetition_penalty" => params.repetition_penalty = number(name, value)?,
         "presence_penalty" => params.presence_penalty = number(name, value)?,
@@ -150,6 +154,32 @@ fn read(params: &mut EngineParams, name: &str, value: &Bound<'_, PyAny>) -> PyRe
         }
     }
     Ok(())
+}
+
+/// Every field with its value as Python writes it.
+fn shown(params: &EngineParams) -> [(&'static str, String); 15] {
+    fn optional<T: ToString>(value: Option<T>) -> String {
+        value.map_or_else(|| "None".to_owned(), |value| value.to_string())
+    }
+    let flag = |is_on: bool| if is_on { "True" } else { "False" }.to_owned();
+    let biases: Vec<String> = params.logit_bias.iter().map(|(token, bias)| format!("{token}: {bias:?}")).collect();
+    [
+        ("max_tokens", optional(params.max_tokens)),
+        ("temperature", format!("{:?}", params.temperature)),
+        ("top_k", params.top_k.to_string()),
+        ("top_p", format!("{:?}", params.top_p)),
+        ("min_p", format!("{:?}", params.min_p)),
+        ("seed", optional(params.seed)),
+        ("stop", format!("{:?}", params.stop)),
+        ("stop_token_ids", format!("{:?}", params.stop_token_ids)),
+        ("ignore_eos", flag(params.ignore_eos)),
+        ("min_tokens", params.min_tokens.to_string()),
+        ("repetition_penalty", format!("{:?}", params.repetition_penalty)),
+        ("presence_penalty", format!("{:?}", params.presence_penalty)),
+        ("frequency_penalty", format!("{:?}", params.frequency_penalty)),
+        ("logit_bias", format!("{{{}}}", biases.join(", "))),
+        ("speculate", params.max_draft_nodes.map_or_else(|| flag(true), |count| count.to_string())),
+    ]
 }
 
 #[pymethods]
@@ -217,12 +247,12 @@ impl SamplingParams {
     fn ignore_eos(&self) -> bool {
         self.inner.ignore_eos
     }
-    /// Tokens before which nothing ends the output.
+    /// Fewest tokens before a stop token or stop text counts.
     #[getter]
     fn min_tokens(&self) -> u32 {
         self.inner.min_tokens
     }
-    /// Divides positive and multiplies negative logits of tokens that came before; 1 is off.
+    /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
     #[getter]
     fn repetition_penalty(&self) -> f32 {
         self.inner.repetition_penalty
@@ -252,7 +282,11 @@ impl SamplingParams {
         }
     }
 
+    /// What differs from the defaults.
     fn __repr__(&self) -> String {
-        format!("{:?}", self.inner)
+        let (ours, defaults) = (shown(&self.inner), shown(&EngineParams::default()));
+        let differing = ours.into_iter().zip(defaults).filter(|(ours, default)| ours.1 != default.1);
+        let listed: Vec<String> = differing.map(|((name, value), _)| format!("{name}={value}")).collect();
+        format!("SamplingParams({})", listed.join(", "))
     }
 }

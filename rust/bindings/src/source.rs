@@ -1,6 +1,7 @@
 //! Where weights come from, and drafters' settings. Nothing is read before an engine is built.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -17,13 +18,14 @@ use crate::error::raise;
 
 /// A path, or tensors in memory.
 #[pyclass(frozen, module = "slipstream._core")]
+#[derive(Clone)]
 pub(crate) struct Source {
-    kind: Kind,
+    kind: Arc<Kind>,
 }
 
 enum Kind {
     Path(PathBuf),
-    Parts(Box<Parts>),
+    Parts(Parts),
 }
 
 struct Parts {
@@ -41,13 +43,16 @@ struct Tensor {
     bytes: Py<PyArray1<u8>>,
 }
 
+/// A tensor as Python gives it: name, dtype, shape, bytes.
+type GivenTensor = (String, String, Vec<usize>, Py<PyArray1<u8>>);
+
 /// Bytes of a source's arrays, held while an engine is built.
 pub(crate) type HeldArrays<'py> = Vec<PyReadonlyArray1<'py, u8>>;
 
 impl Source {
     /// Holds the arrays, so that nobody writes to them.
     pub(crate) fn hold<'py>(&self, py: Python<'py>) -> PyResult<HeldArrays<'py>> {
-        let Kind::Parts(parts) = &self.kind else {
+        let Kind::Parts(parts) = &*self.kind else {
             return Ok(Vec::new());
         };
         let hold = |tensor: &Tensor| {
@@ -66,7 +71,7 @@ impl Source {
 
     /// Opens a decoder. `bytes` are those of [`Source::hold`].
     pub(crate) fn open_model<'a>(&self, bytes: &[&'a [u8]]) -> Result<ModelFile<'a>> {
-        match &self.kind {
+        match &*self.kind {
             Kind::Path(path) => ModelFile::open(path),
             Kind::Parts(parts) => ModelFile::from_parts(
                 &parts.config_json,
@@ -80,21 +85,22 @@ impl Source {
 
     /// Opens a drafter's checkpoint.
     pub(crate) fn open_checkpoint<'a>(&self, bytes: &[&'a [u8]]) -> Result<Checkpoint<'a>> {
-        match &self.kind {
+        match &*self.kind {
             Kind::Path(path) => Checkpoint::open(path),
             Kind::Parts(parts) => Checkpoint::from_parts(&parts.config_json, Self::lend(parts, bytes)),
         }
     }
 
     fn is_same(&self, other: &Self) -> bool {
-        match (&self.kind, &other.kind) {
+        match (&*self.kind, &*other.kind) {
             (Kind::Path(ours), Kind::Path(theirs)) => is_same_file(ours, theirs),
-            _ => std::ptr::eq(self, other),
+            _ => Arc::ptr_eq(&self.kind, &other.kind),
         }
     }
 
-    fn path_of(&self) -> Option<&Path> {
-        match &self.kind {
+    /// The path, unless it is in memory.
+    pub(crate) fn path_of(&self) -> Option<&Path> {
+        match &*self.kind {
             Kind::Path(path) => Some(path),
             Kind::Parts(_) => None,
         }
@@ -119,7 +125,7 @@ impl Source {
     #[staticmethod]
     #[pyo3(signature = (path))]
     fn path(path: PathBuf) -> Self {
-        Self { kind: Kind::Path(path) }
+        Self { kind: Arc::new(Kind::Path(path)) }
     }
 
     /// A config and tensors `(name, dtype, shape, bytes)`.
@@ -130,13 +136,13 @@ impl Source {
     ))]
     fn parts(
         config_json: String,
-        tensors: Vec<(String, String, Vec<usize>, Py<PyArray1<u8>>)>,
+        tensors: Vec<GivenTensor>,
         generation_config_json: Option<String>,
         tokenizer_json: Option<Vec<u8>>,
         tokenizer_config_json: Option<String>,
         chat_template: Option<String>,
     ) -> PyResult<Self> {
-        let read = |(name, dtype, shape, bytes): (String, String, Vec<usize>, Py<PyArray1<u8>>)| {
+        let read = |(name, dtype, shape, bytes): GivenTensor| {
             let dtype = match dtype.as_str() {
                 "f32" => HostType::F32,
                 "f16" => HostType::F16,
@@ -156,12 +162,12 @@ impl Source {
             tokenizer_config_json: with_chat_template(tokenizer_config_json, chat_template)?,
             tensors: tensors.into_iter().map(read).collect::<PyResult<_>>()?,
         };
-        Ok(Self { kind: Kind::Parts(Box::new(parts)) })
+        Ok(Self { kind: Arc::new(Kind::Parts(parts)) })
     }
 
     fn __repr__(&self) -> String {
-        match &self.kind {
-            Kind::Path(path) => format!("Source.path({path:?})"),
+        match &*self.kind {
+            Kind::Path(path) => format!("Source.path({})", path.display()),
             Kind::Parts(parts) => format!("Source.parts(<{} tensors>)", parts.tensors.len()),
         }
     }
@@ -169,18 +175,21 @@ impl Source {
 
 /// One drafter's settings.
 #[pyclass(frozen, module = "slipstream._core")]
+#[derive(Clone)]
 pub(crate) struct Drafter {
     kind: DrafterKind,
 }
 
+#[derive(Clone)]
 enum DrafterKind {
     NGram(NGram),
-    DraftModel { source: Py<Source>, num_layers: Option<usize>, tree: TreeSettings },
-    Eagle { source: Py<Source>, tree: TreeSettings },
+    DraftModel { source: Source, num_layers: Option<usize>, tree: TreeSettings },
+    Eagle { source: Source, tree: TreeSettings },
 }
 
 impl Drafter {
-    pub(crate) fn source(&self) -> Option<&Py<Source>> {
+    /// Where its weights come from, if it has any.
+    pub(crate) fn source(&self) -> Option<&Source> {
         match &self.kind {
             DrafterKind::NGram(_) => None,
             DrafterKind::DraftModel { source, .. } | DrafterKind::Eagle { source, .. } => Some(source),
@@ -192,12 +201,11 @@ impl Drafter {
         match &self.kind {
             DrafterKind::NGram(ngram) => Ok(DrafterFile::NGram(*ngram)),
             DrafterKind::DraftModel { source, num_layers, tree } => {
-                let source = source.get();
                 let file = if source.is_same(target) { None } else { Some(Box::new(source.open_model(bytes)?)) };
                 Ok(DrafterFile::DraftModel { file, num_layers: *num_layers, tree: *tree })
             }
             DrafterKind::Eagle { source, tree } => {
-                Ok(DrafterFile::Eagle { file: source.get().open_checkpoint(bytes)?, tree: *tree })
+                Ok(DrafterFile::Eagle { file: source.open_checkpoint(bytes)?, tree: *tree })
             }
         }
     }
@@ -218,7 +226,7 @@ impl Drafter {
         source, *, num_layers=None, max_depth=5, top_k=4, max_nodes=16, noise=true, fixed_tree=false
     ))]
     fn draft_model(
-        source: Py<Source>,
+        source: &Bound<'_, Source>,
         num_layers: Option<usize>,
         max_depth: u16,
         top_k: u16,
@@ -227,15 +235,22 @@ impl Drafter {
         fixed_tree: bool,
     ) -> Self {
         let tree = TreeSettings { max_depth, top_k, max_nodes, noise, fixed_tree };
-        Self { kind: DrafterKind::DraftModel { source, num_layers, tree } }
+        Self { kind: DrafterKind::DraftModel { source: source.get().clone(), num_layers, tree } }
     }
 
     /// An EAGLE-1/2 head with EAGLE-2's dynamic tree.
     #[staticmethod]
     #[pyo3(signature = (source, *, max_depth=7, top_k=10, max_nodes=60, noise=true, fixed_tree=false))]
-    fn eagle(source: Py<Source>, max_depth: u16, top_k: u16, max_nodes: u16, noise: bool, fixed_tree: bool) -> Self {
+    fn eagle(
+        source: &Bound<'_, Source>,
+        max_depth: u16,
+        top_k: u16,
+        max_nodes: u16,
+        noise: bool,
+        fixed_tree: bool,
+    ) -> Self {
         let tree = TreeSettings { max_depth, top_k, max_nodes, noise, fixed_tree };
-        Self { kind: DrafterKind::Eagle { source, tree } }
+        Self { kind: DrafterKind::Eagle { source: source.get().clone(), tree } }
     }
 }
 

@@ -36,12 +36,12 @@ impl Stats {
     fn tokens(&self) -> u64 {
         self.counts.num_tokens
     }
-    /// Accepted tokens beyond the end of the output, thrown away.
+    /// Tokens that were settled and then cut off by a stop or a limit.
     #[getter]
     fn cut_tokens(&self) -> u64 {
         self.counts.num_cut
     }
-    /// Forward passes that settled tokens.
+    /// Steps that settled tokens.
     #[getter]
     fn steps(&self) -> u64 {
         self.counts.num_steps
@@ -56,7 +56,7 @@ impl Stats {
     fn accepted(&self) -> u64 {
         self.counts.num_accepted
     }
-    /// How often the request gave up its K/V blocks and began again.
+    /// Times that the request's K/V blocks were taken away.
     #[getter]
     fn preemptions(&self) -> u64 {
         self.counts.num_preemptions

@@ -14,11 +14,8 @@ use slipstream_engine::stream::{
 use slipstream_engine::text::{TextStream, TokenTable};
 
 use crate::error::raise;
-use crate::handle::Handle;
+use crate::handle::{Handle, WAIT};
 use crate::stats::Stats;
-
-/// How long a wait stays away from the interpreter, at most: Ctrl-C is seen after it.
-const WAIT: Duration = Duration::from_millis(50);
 
 /// When a request's tokens came, in nanoseconds since its submission; 0 is not yet.
 #[derive(Debug, Default)]
@@ -95,7 +92,8 @@ impl Chunk {
         self.finish_reason
     }
     fn __repr__(&self) -> String {
-        format!("Chunk(text={:?}, token_ids={:?}, finish_reason={:?})", self.text(), self.token_ids, self.finish_reason)
+        let reason = self.finish_reason.map_or_else(|| "None".to_owned(), |word| format!("{word:?}"));
+        format!("Chunk(text={:?}, token_ids={:?}, finish_reason={reason})", self.text(), self.token_ids)
     }
 }
 
