@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import slipstream
-from slipstream import Completion, Engine
+from slipstream import Completion, Engine, _core
 from slipstream.cli import parse_drafter
 
 TEXT = """\
@@ -45,13 +45,15 @@ def main() -> int:
     drafters = [parse_drafter(text) for text in options.drafter or ["auto"]]
     chosen = [drafter for drafter in drafters if drafter is not None]
     with (
-        Engine(target, None, threads=options.threads) as plain,
-        Engine(target, chosen, threads=options.threads) as speculative,
+        Engine(target, None, threads=options.threads, quantize=options.quantize) as plain,
+        Engine(target, chosen, threads=options.threads, quantize=options.quantize) as speculative,
     ):
         _warm_up(plain, speculative)
+        limits = [_core.read_bandwidth(options.threads)]
         results = [_compare(plain, speculative, prompt, options, is_shown=options.demo) for prompt in prompts]
-        threads = speculative.info().get("threads")
-    report = _report(results, options, threads)
+        limits.append(_core.read_bandwidth(options.threads))
+        info = plain.info()
+    report = _report(results, options, info, statistics.median(limits))
     _print_report(report)
     if options.json:
         print(json.dumps(report))
@@ -72,6 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="seed of every request (default: 0)")
     parser.add_argument("--threads", type=int, help="threads that compute (default: one per core)")
+    parser.add_argument("--quantize", choices=["bf16"], help="round weights to bf16 (default: keep them as they are)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser.parse_args()
 
@@ -146,7 +149,9 @@ def _speed(run: Completion) -> float:
     return (len(run.token_ids) - 1) / seconds if seconds > 0 and len(run.token_ids) > 1 else float("nan")
 
 
-def _report(results: list[dict[str, Any]], options: argparse.Namespace, threads: Any) -> dict[str, Any]:
+def _report(
+    results: list[dict[str, Any]], options: argparse.Namespace, info: dict[str, Any], limit: float
+) -> dict[str, Any]:
     def median(name: str) -> float:
         values: list[float] = [result[name] for result in results]
         return statistics.median(values)
@@ -155,8 +160,9 @@ def _report(results: list[dict[str, Any]], options: argparse.Namespace, threads:
         "version": slipstream.__version__,
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "threads": threads,
+        "threads": info["threads"],
         "model": options.model,
+        "quantize": options.quantize,
         "drafter": options.drafter or ["auto"],
         "prompts": len(results),
         "repeat": options.repeat,
@@ -168,6 +174,9 @@ def _report(results: list[dict[str, Any]], options: argparse.Namespace, threads:
         "ratio": median("ratio"),
         "acceptance_length": median("acceptance_length"),
         "acceptance_rate": median("acceptance_rate"),
+        "weight_bytes_per_step": info["weight_bytes_per_pass"],
+        "read_bytes_per_second": limit,
+        "share_of_read": median("plain") * info["weight_bytes_per_pass"] / limit,
     }
 
 
@@ -178,6 +187,10 @@ def _print_report(report: dict[str, Any]) -> None:
     print(
         f"ratio                {report['ratio']:8.2f}, {report['acceptance_length']:.2f} tokens per step, "
         f"{report['acceptance_rate']:.0%} of drafted tokens accepted"
+    )
+    print(
+        f"limit                plain decoding reads weights at {report['share_of_read']:.0%} of the "
+        f"{report['read_bytes_per_second'] / 1e9:.1f} GB/s of a loop that only reads"
     )
 
 

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use slipstream_kernels::cpu::{Cpu, CpuWeight, Isa, Pool};
+use slipstream_kernels::cpu::{Cpu, CpuWeight, Isa, ReadLoop};
 use slipstream_kernels::math::philox;
 use slipstream_kernels::{Backend, Coin, Controls, Draw, HostMatrix, HostType, RowOrder, Storage};
 
@@ -34,36 +34,6 @@ fn seconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
     start.elapsed().as_secs_f64()
-}
-
-/// Bytes per second of a loop that only reads, on all threads.
-struct Stream {
-    pool: Pool,
-    words: Vec<u64>,
-}
-
-impl Stream {
-    fn new(threads: usize) -> Stream {
-        Stream { pool: Pool::new(threads), words: (0..32 * 1024 * 1024).collect() }
-    }
-
-    fn bytes(&self) -> f64 {
-        (self.words.len() * 8) as f64
-    }
-
-    fn read(&self) {
-        let chunk = 1 << 16;
-        self.pool.run(self.words.len() / chunk, 4, &|range| {
-            let words = &self.words[range.start * chunk..range.end * chunk];
-            let mut sums = [0u64; 32];
-            for words in words.as_chunks::<32>().0 {
-                for (sum, word) in sums.iter_mut().zip(words) {
-                    *sum ^= word;
-                }
-            }
-            std::hint::black_box(sums);
-        });
-    }
 }
 
 /// All matrices that one token passes.
@@ -177,7 +147,7 @@ fn main() {
     let json = std::env::args().any(|argument| argument == "--json");
     let cpu = Cpu::new(None, None);
     println!("{} threads, {}", cpu.threads(), cpu.isa().name());
-    let stream = Stream::new(cpu.threads());
+    let stream = ReadLoop::new().expect("half a gibibyte");
     let types = [("f32", HostType::F32), ("bf16", HostType::BF16), ("f16", HostType::F16)];
     let models: Vec<Model> = types
         .iter()
@@ -192,18 +162,18 @@ fn main() {
         .map(|rows| [HIDDEN, INTERMEDIATE].map(|cols| cpu.from_host(&normals(rows * cols, 7), cols)))
         .collect();
 
-    let mut stream_times = Vec::new();
+    let mut stream_rates = Vec::new();
     let mut times = vec![vec![Vec::new(); ROWS.len()]; types.len()];
-    stream.read();
+    stream.bytes_per_second(&cpu);
     for _ in 0..ROUNDS {
-        stream_times.push(seconds(|| stream.read()));
+        stream_rates.push(stream.bytes_per_second(&cpu));
         for (model, times) in models.iter().zip(&mut times) {
             for (inputs, times) in inputs.iter().zip(times) {
                 times.push(seconds(|| model.pass(&cpu, inputs)));
             }
         }
     }
-    let stream_rate = stream.bytes() / median(stream_times);
+    let stream_rate = median(stream_rates);
     println!("plain streaming read: {:.1} GB/s", stream_rate / 1e9);
     println!("\nall matrices of SmolLM2-135M, medians of {ROUNDS} rounds");
     println!("type  rows      ms    GB/s  share of stream  ratio to 1 row  GFLOP/s");

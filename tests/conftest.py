@@ -25,7 +25,6 @@ CHAT_TEMPLATE = (
 )
 
 
-
 def golden_prompts() -> list[list[int]]:
     """The ten prompts of the golden data, as ids of ``target_a`` and ``target_b``."""
     return [prompt["ids"] for prompt in json.loads((GOLDEN / "prompts.json").read_text(encoding="utf-8"))]
@@ -49,6 +48,14 @@ def core_engine(target: Any, drafter: Any = None, **settings: Any) -> _core.Engi
     """The core's engine, for settings that the Python face does not offer, and for requests by the ten thousand."""
     drafters = [engine_module._to_core(each) for each in engine_module._drafters(drafter)]
     return _core.Engine(sources.resolve(target), drafters, **settings)
+
+
+def writes(
+    target: Any, drafter: Any, prompts: Sequence[Any], parameters: dict[str, Any], **more: Any
+) -> list[list[int]]:
+    """What prompts are continued with, all with the same parameters, by an engine made for them."""
+    with Engine(target, drafter, threads=1, **more) as engine:
+        return ids_of(generate_each(engine, prompts, [parameters] * len(prompts)))
 
 
 def ids_of(done: Sequence[Completion]) -> list[list[int]]:

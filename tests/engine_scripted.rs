@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use scripted::{DelayedCycle, Kept, ScriptedDrafter, ScriptedTarget, VOCAB, expected};
 use slipstream_engine::budget::Budget;
 use slipstream_engine::cycle::{Cycle, HostCycle};
-use slipstream_engine::draft::{Drafter, NGram};
+use slipstream_engine::draft::{Drafter, NGram, NGramSettings};
 use slipstream_engine::engine::{Engine, Limits};
 use slipstream_engine::error::EngineError;
 use slipstream_engine::kv::KvManager;
@@ -132,10 +132,10 @@ fn hc_001_ngram_and_lists_never_change_a_token() {
     let repetitive: Vec<Vec<TokenId>> = (1..8).map(|period| (0..30).map(|at| at % period).collect()).collect();
     for shape in both(SHAPE) {
         for max_nodes in [1, 4, 8] {
-            let ngram = NGram { max_nodes, ..NGram::default() };
-            check_lossless(shape, vec![Box::new(ngram)], &repetitive, 60);
+            let ngram = NGramSettings { max_nodes, ..NGramSettings::default() };
+            check_lossless(shape, vec![Box::new(NGram::new(ngram))], &repetitive, 60);
             let list: Vec<Box<dyn Drafter<()>>> =
-                vec![Box::new(ngram), Box::new(ScriptedDrafter::script(vec![2, 0, 3], 2))];
+                vec![Box::new(NGram::new(ngram)), Box::new(ScriptedDrafter::script(vec![2, 0, 3], 2))];
             check_lossless(shape, list, &repetitive, 60);
         }
     }
@@ -261,7 +261,7 @@ proptest! {
         let num_blocks = num_blocks * 16 / block_size.min(16);
         let shape = Shape { num_blocks, block_size, max_batch, max_batch_tokens, chunk, max_draft_nodes, is_delayed };
         let script = ScriptedDrafter::script(num_right, num_wrong);
-        let mut engine = engine(shape, vec![Box::new(script), Box::new(NGram::default())], None);
+        let mut engine = engine(shape, vec![Box::new(script), Box::new(NGram::new(NGramSettings::default()))], None);
         let mut requests = Vec::new();
         for (id, (len, max_tokens, fate, delay)) in lens.into_iter().enumerate() {
             // Some prompts share a prefix.

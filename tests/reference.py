@@ -56,6 +56,11 @@ def random_model(seed: int, vocab_size: int = 13, num_layers: int = 2, spread: f
     return config, weights
 
 
+def changed(model: Model, **fields: Any) -> Model:
+    """The model with other fields in its config."""
+    return {**model[0], **fields}, model[1]
+
+
 def constant_model(probabilities: list[float]) -> Model:
     """A model whose next token has these probabilities, whatever came before."""
     config, weights = random_model(0, vocab_size=len(probabilities), num_layers=2)
@@ -86,18 +91,21 @@ def logits(model: Model, token_ids: tuple[int, ...]) -> Array:
     count = len(token_ids)
 
     def apply(name: str, x: Array) -> Array:
-        return x @ weights[f"{name}.weight"].astype(np.float64).T
+        mapped: Array = x @ weights[f"{name}.weight"].T.astype(np.float64)
+        return mapped
 
     def norm(name: str, x: Array) -> Array:
         scale = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config["rms_norm_eps"])
-        return x / scale * weights[f"{name}.weight"]
+        normed: Array = x / scale * weights[f"{name}.weight"]
+        return normed
 
     angle = np.arange(count)[:, None] * config["rope_theta"] ** (-np.arange(0, width, 2) / width)
     cos, sin = (np.tile(part, 2)[:, None, :] for part in (np.cos(angle), np.sin(angle)))
 
     def rotate(x: Array) -> Array:
         first, second = np.split(x, 2, axis=-1)
-        return x * cos + np.concatenate([-second, first], axis=-1) * sin
+        rotated: Array = x * cos + np.concatenate([-second, first], axis=-1) * sin
+        return rotated
 
     hidden = weights["model.embed_tokens.weight"][list(token_ids)].astype(np.float64)
     future = np.triu(np.full((count, count), -np.inf), 1)

@@ -148,6 +148,16 @@ def test_inspect_tells_what_a_model_and_a_head_are(target_a: Path, head_a: Path)
     assert memory["f32"] == 2 * memory["bf16"] <= memory["as stored"]
 
 
+def test_inspect_tells_why_a_head_does_not_fit(target_a: Path, head_a: Path, demo_model: Path) -> None:
+    result = run("inspect", demo_model, "--head", head_a)
+    assert result.exit_code == 0, result.output
+    assert "the head does not fit: hidden_size is 576 in the model and 64 in the head; vocab_size" in result.stdout
+    assert f"{target_a} is no EAGLE head" in run("inspect", target_a, "--head", target_a).stdout
+    printed = json.loads(run("inspect", demo_model, "--head", head_a, "--json").stdout)
+    assert printed["fits"] is False
+    assert [printed["model"]["kind"], printed["head"]["kind"]] == ["model", "eagle"]
+
+
 def test_fetch_demo_prints_the_path(demo_model: Path) -> None:
     assert Path(run("fetch", "demo").stdout.strip()) == demo_model
 

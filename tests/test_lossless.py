@@ -1,7 +1,7 @@
-"""Invariant I1: the same request and seed give the same tokens with any drafter, batch, chunk, thread count or cache."""
+"""Invariant I1: one request and seed give the same tokens with any drafter, batch, chunk, thread count or cache."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 
 def drafter_of(kind: str, target: str, **tree: Any) -> Any:
     """A drafter of a kind for one of the two tiny targets; a twin is the whole target."""
-    kinds = {
+    kinds: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "ngram": lambda: NGram(),
         "draft_model": lambda: DraftModel(TARGETS[target], num_layers=2, **tree),
@@ -239,24 +239,26 @@ def test_hc_051_053_a_stop_string_inside_an_accepted_run_cuts_the_text(target: s
 def test_hc_056_057_min_tokens_holds_for_each_verified_row(target: str) -> None:
     for prompt in PROMPTS[:3]:
         token_ids, text, _ = shown(run(target, None, {"temperature": 0}, [prompt])[0])
-        by_id = [{"stop_token_ids": [token_ids[3], token_ids[7]], "min_tokens": least} for least in range(1, 13)]
+        by_id: list[dict[str, Any]] = [
+            {"stop_token_ids": [token_ids[3], token_ids[7]], "min_tokens": least} for least in range(1, 13)
+        ]
         for wanted, (written, _, _) in zip(by_id, ends(target, by_id, prompt), strict=True):
             least, stops = wanted["min_tokens"], wanted["stop_token_ids"]
             assert len(written) >= least
             assert not {*written[: least - 1]} & {*stops}, "masked until it may stop"
-        by_text = [{"stop": text[4:6], "min_tokens": least} for least in (0, 1, 5, 20, 48)]
+        by_text: list[dict[str, Any]] = [{"stop": text[4:6], "min_tokens": least} for least in (0, 1, 5, 20, 48)]
         lengths = [len(written) for written, _, _ in ends(target, by_text, prompt)]
         assert all(length >= one["min_tokens"] for length, one in zip(lengths, by_text, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hc_014_the_same_seed_gives_the_same_text(kind: str) -> None:
-    parameters = {"temperature": 2.0, "seed": 42, "max_tokens": 10}
+    parameters: dict[str, Any] = {"temperature": 2.0, "seed": 42, "max_tokens": 10}
     with Engine(TARGETS["a"], drafter_of(kind, "a"), threads=2) as engine:
         streamed = [
             [token for chunk in engine.stream(PROMPTS[0], **parameters) for token in chunk.token_ids] for _ in range(5)
         ]
-        together = ids_of(engine.generate([PROMPTS[0]] * 5, SamplingParams(**parameters)))
+        together = ids_of(engine.generate([PROMPTS[0]] * 5, **parameters))
     assert all(ids == streamed[0] for ids in streamed + together)
 
 
@@ -265,7 +267,9 @@ def test_hc_015_016_a_seeded_request_does_not_depend_on_its_neighbours(kind: str
     seeds = [{**LIMITS, "temperature": 0.9, "seed": seed} for seed in range(6)] + [{**LIMITS, "temperature": 0}]
     prompts = [PROMPTS[1]] * len(seeds)
     with Engine(TARGETS["a"], drafter_of(kind, "a"), threads=1) as engine:
-        alone = [generate_each(engine, [prompt], [each])[0].token_ids for prompt, each in zip(prompts, seeds, strict=True)]
+        alone = [
+            generate_each(engine, [prompt], [each])[0].token_ids for prompt, each in zip(prompts, seeds, strict=True)
+        ]
     with Engine(TARGETS["a"], drafter_of(kind, "a"), threads=2, max_batch=8) as engine:
         for round_number in range(4):
             others = [

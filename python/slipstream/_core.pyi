@@ -26,6 +26,7 @@ __all__ = [
     "TokenStream",
     "__version__",
     "inspect",
+    "read_bandwidth",
 ]
 
 __version__: str
@@ -282,3 +283,6 @@ class Engine:
 
 def inspect(source: Source) -> dict[str, Any]:
     """What a model or an EAGLE head is, from its config and tensor names: nothing large is read."""
+
+def read_bandwidth(threads: int | None = None) -> float:
+    """Bytes per second at which ``threads`` (default: one per core) read memory: the limit of decoding one stream."""

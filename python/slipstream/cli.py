@@ -230,6 +230,8 @@ def inspect(
     differing: list[str] = []
     if head is not None:
         described["head"] = _described(head)
+        if described["head"]["kind"] != "eagle":
+            differing.append(f"{head} is no EAGLE head")
         for name in ("hidden_size", "vocab_size"):
             model_value, head_value = described["model"].get(name), described["head"].get(name)
             if model_value != head_value:
@@ -240,14 +242,15 @@ def inspect(
         return
     console = Console(highlight=False)
     table = Table(show_header=False, box=None)
-    for title, facts in described.items():
+    for facts in described.values():
         if isinstance(facts, dict):
-            table.add_row(Text(title, style="bold"), "")
+            table.add_row(Text(str(facts["kind"]), style="bold"), "")
             for name, value in _rows(facts):
                 table.add_row(f"  {name}", Text(value))
     console.print(table)
     if head is not None:
-        console.print(f"the head does not fit: {'; '.join(differing)}" if differing else "the head fits the model")
+        verdict = f"the head does not fit: {'; '.join(differing)}" if differing else "the head fits the model"
+        console.print(Text(verdict), soft_wrap=True)
 
 
 def _described(path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ use slipstream_engine::load::{ChatTemplate, Tokenizer};
 use slipstream_engine::stream::TokenLog;
 use slipstream_engine::text::TokenTable;
 use slipstream_kernels::Storage;
-use slipstream_kernels::cpu::Isa;
+use slipstream_kernels::cpu::{Cpu, Isa, ReadLoop};
 
 use crate::build::Plan;
 use crate::error::raise;
@@ -216,4 +216,19 @@ impl Engine {
             py.detach(|| self.handle.close());
         }
     }
+}
+
+/// Bytes per second at which all threads together read memory: the limit of decoding one stream. The median of seven
+/// readings of half a gibibyte.
+#[pyfunction]
+#[pyo3(signature = (threads=None))]
+pub(crate) fn read_bandwidth(py: Python<'_>, threads: Option<usize>) -> PyResult<f64> {
+    py.detach(|| {
+        let cpu = Cpu::new(threads, None);
+        let read = ReadLoop::new()?;
+        let mut rates: Vec<f64> = (0..7).map(|_| read.bytes_per_second(&cpu)).collect();
+        rates.sort_by(f64::total_cmp);
+        Ok(rates[3])
+    })
+    .map_err(|error: EngineError| raise(&error))
 }

@@ -132,7 +132,10 @@ fn serve(engine: &mut CpuEngine, queue: &Receiver<Command>) {
                     // Nobody waits any more: nothing to tell.
                     let _ = reply.send((engine.counts().clone(), engine.load()));
                 }
-                Command::Close => return,
+                Command::Close => {
+                    engine.cancel_all();
+                    return;
+                }
             }
         }
         engine.step();

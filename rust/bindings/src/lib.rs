@@ -31,5 +31,6 @@ fn core(py: Python<'_>, module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<stream::TokenStream>()?;
     module.add_class::<engine::Engine>()?;
     module.add_function(wrap_pyfunction!(source::inspect, module)?)?;
+    module.add_function(wrap_pyfunction!(engine::read_bandwidth, module)?)?;
     Ok(())
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::Value;
 use slipstream_engine::assemble::{DrafterFile, TreeSettings, is_same_file};
-use slipstream_engine::draft::{NGram, head_spec};
+use slipstream_engine::draft::{NGramSettings, head_spec};
 use slipstream_engine::error::{EngineError, Result};
 use slipstream_engine::load::{Checkpoint, LentTensors, ModelFile, TensorStore, TensorType};
 use slipstream_engine::model::ModelSpec;
@@ -182,7 +182,7 @@ pub(crate) struct Drafter {
 
 #[derive(Clone)]
 enum DrafterKind {
-    NGram(NGram),
+    NGram(NGramSettings),
     DraftModel { source: Source, num_layers: Option<usize>, tree: TreeSettings },
     Eagle { source: Source, tree: TreeSettings },
 }
@@ -217,7 +217,7 @@ impl Drafter {
     #[staticmethod]
     #[pyo3(signature = (*, min_match=2, max_match=5, max_nodes=10))]
     fn ngram(min_match: usize, max_match: usize, max_nodes: u16) -> Self {
-        Self { kind: DrafterKind::NGram(NGram { min_match, max_match, max_nodes }) }
+        Self { kind: DrafterKind::NGram(NGramSettings { min_match, max_match, max_nodes }) }
     }
 
     /// A decoder with the target's vocabulary.

@@ -35,6 +35,11 @@ impl<C: Cycle> Engine<C> {
         self.scheduler.cancel(request);
     }
 
+    /// Ends every request before its time.
+    pub fn cancel_all(&mut self) {
+        self.scheduler.cancel_all();
+    }
+
     /// One turn: who computes what, the computing, and what became of it.
     pub fn step(&mut self) {
         let batch = self.scheduler.schedule(&mut self.kv);

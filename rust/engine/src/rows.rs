@@ -75,22 +75,23 @@ impl Rows {
         }
         for node in tree.nodes() {
             let tail_start = self.attention.slots.len() as u32;
-            for ancestor in tree.path(node) {
+            for ancestor in tree.ancestors(node) {
                 let slot = self.attention.slots[(base + root_position) as usize + ancestor.index()];
                 self.attention.slots.push(slot);
             }
+            self.attention.slots[tail_start as usize..].reverse();
             let tail = tail_start..self.attention.slots.len() as u32;
-            let position = root_position + u32::from(tree.depth(node));
+            let position = root_position + tail.len() as u32;
             let slot = self.attention.slots[tail.end as usize - 1];
             self.push_row(tree.token(node), position, slot, base..base + root_position + 1, tail);
         }
 
         let draws_start = self.draws.len();
         if entry.settles {
-            for index in 0..tree.len() {
-                let path: Vec<TokenId> = tree.path_tokens(NodeId(index as u16));
-                self.drawing.push((root + index) as u32);
-                self.draws.push(sampler.draw(request, &path));
+            for node in (0..tree.len() as u16).map(NodeId) {
+                self.drawing.push((root + node.index()) as u32);
+                let path = tree.ancestors(node).map(|node| tree.token(node));
+                self.draws.push(sampler.draw(request, tree.depth(node), path));
             }
         }
         self.entries.push(EntryRows {

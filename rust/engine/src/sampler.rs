@@ -58,11 +58,11 @@ impl Sampler {
         }
     }
 
-    /// The draw of the token that follows the request's tokens and then `path` (the tokens of draft nodes below the
-    /// root).
-    pub fn draw(&self, request: RequestId, path: &[TokenId]) -> Draw {
+    /// The draw of the token that follows the request's tokens and then `depth` draft nodes below the root, whose tokens
+    /// `path` gives in any order.
+    pub fn draw(&self, request: RequestId, depth: u16, path: impl Iterator<Item = TokenId>) -> Draw {
         let track = self.track(request);
-        let position = (track.tokens.len() + path.len()) as u32;
+        let position = track.tokens.len() as u32 + u32::from(depth);
         let num_output = position - track.request.prompt.len() as u32;
         let banned = if num_output < track.request.params.min_tokens {
             Arc::clone(&track.request.stop_token_ids)
@@ -72,7 +72,7 @@ impl Sampler {
         let seen = if track.request.params.has_penalties() {
             let mut seen = track.seen.clone();
             for token in path {
-                count(&mut seen, *token);
+                count(&mut seen, token);
             }
             seen.into_values().collect()
         } else {

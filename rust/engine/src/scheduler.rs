@@ -103,6 +103,14 @@ impl Scheduler {
         }
     }
 
+    /// Ends every request.
+    pub fn cancel_all(&mut self) {
+        let requests: Vec<RequestId> = self.waiting.iter().chain(&self.running).map(Sequence::id).collect();
+        for request in requests {
+            self.cancel(request);
+        }
+    }
+
     /// Plans a step and reserves its blocks. The batch is empty if nothing can be started.
     pub fn schedule(&mut self, kv: &mut KvManager) -> Batch {
         self.cancel_closed();

@@ -85,6 +85,9 @@ impl DraftTree {
 
     /// Keeps the nodes whose score is at least `threshold`.
     pub fn keep_above(&mut self, threshold: f32) {
+        if self.scores[1..].iter().all(|score| *score >= threshold) {
+            return;
+        }
         let mut kept: Vec<bool> = self.scores.iter().map(|score| *score >= threshold).collect();
         kept[0] = true;
         self.retain(&kept);
@@ -169,11 +172,6 @@ impl DraftTree {
         let mut path: Vec<NodeId> = self.ancestors(node).collect();
         path.reverse();
         path
-    }
-
-    /// Tokens of [`DraftTree::path`].
-    pub fn path_tokens(&self, node: NodeId) -> Vec<TokenId> {
-        self.path(node).into_iter().map(|node| self.token(node)).collect()
     }
 
     /// Steps below the root.

@@ -3,15 +3,24 @@
 use std::path::Path;
 
 use super::DrafterFile;
-use crate::draft::{NGram, TreeShape, head_spec};
+use crate::draft::{NGramSettings, TreeShape, head_spec};
 use crate::error::{EngineError, Result};
 use crate::load::ModelFile;
 use crate::request::TokenId;
 
+/// Refuses an EAGLE head where a decoder is wanted: its config looks like one.
+pub(super) fn check_decoder(file: &ModelFile<'_>) -> Result<()> {
+    if file.tensors.has("fc.weight") && !file.tensors.has("model.layers.0.input_layernorm.weight") {
+        return Err(EngineError::model(format!("expected a decoder, got a draft head: {}", file.name))
+            .with_hint("a head goes beside its target: Engine(target, Eagle(head))"));
+    }
+    Ok(())
+}
+
 /// Refuses a drafter that does not fit, before any weight is read; its tree's shape if it has one.
 pub(super) fn check_fit(drafter: &DrafterFile<'_>, target: &ModelFile<'_>) -> Result<Option<TreeShape>> {
     match drafter {
-        DrafterFile::NGram(NGram { min_match, max_match, max_nodes }) => {
+        DrafterFile::NGram(NGramSettings { min_match, max_match, max_nodes }) => {
             if *min_match == 0 || min_match > max_match || *max_nodes == 0 || *max_nodes > 1024 {
                 return Err(EngineError::config(format!(
                     "expected 1 <= min_match <= max_match and 1 <= max_nodes <= 1024, got {min_match}, {max_match} and \
@@ -31,20 +40,22 @@ pub(super) fn check_fit(drafter: &DrafterFile<'_>, target: &ModelFile<'_>) -> Re
                 )));
             }
             if let Some(file) = file {
+                check_decoder(file)?;
                 check_vocabulary(file, target)?;
             }
             tree.shape().map(Some)
         }
         DrafterFile::Eagle { file, tree } => {
             let spec = head_spec(&file.config)?;
+            let (hidden, vocab) = (target.spec.hidden_size, target.spec.vocab_size);
             let pairs = [
-                ("hidden size", spec.hidden_size, target.spec.hidden_size),
-                ("vocabulary size", spec.vocab_size, target.spec.vocab_size),
+                ("hidden size", hidden, spec.hidden_size, format!(" (fc.weight of [{hidden}, {}])", 2 * hidden)),
+                ("vocabulary size", vocab, spec.vocab_size, String::new()),
             ];
-            for (what, head, target) in pairs {
+            for (what, target, head, tensor) in pairs {
                 if head != target {
                     return Err(EngineError::model(format!(
-                        "expected an EAGLE head of the target's {what} {target}, got {head}"
+                        "expected an EAGLE head of the target's {what} {target}{tensor}, got {head}"
                     ))
                     .with_hint("a head fits only the model that it was trained for"));
                 }

@@ -11,7 +11,7 @@ use slipstream_kernels::{Backend, Storage};
 
 use crate::budget::Budget;
 use crate::cycle::HostCycle;
-use crate::draft::{DraftModel, Drafter, Eagle, EagleWeights, NGram, TreeShape};
+use crate::draft::{DraftModel, Drafter, Eagle, EagleWeights, NGram, NGramSettings, TreeShape};
 use crate::engine::{Engine, Limits};
 use crate::error::{EngineError, Result};
 use crate::kv::KvManager;
@@ -26,7 +26,7 @@ use crate::verify::TargetMatch;
 pub use fit::is_same_file;
 pub use settings::{Settings, TreeSettings};
 
-use fit::check_fit;
+use fit::{check_decoder, check_fit};
 use settings::BUDGET;
 
 /// The engine on a CPU.
@@ -38,7 +38,7 @@ const DEFAULT_KV_BYTES: usize = 2 << 30;
 /// A drafter to build.
 pub enum DrafterFile<'a> {
     /// Prompt lookup.
-    NGram(NGram),
+    NGram(NGramSettings),
     /// A decoder.
     DraftModel {
         /// Its files; none is the target itself.
@@ -94,7 +94,7 @@ pub struct Info {
 
 /// A drafter whose weights are there and whose K/V is not.
 enum Loaded {
-    NGram(NGram),
+    NGram(NGramSettings),
     DraftModel { weights: Arc<DecoderWeights<Cpu>>, num_layers: usize, shape: TreeShape },
     Eagle { weights: Box<EagleWeights<Cpu>>, shape: TreeShape },
 }
@@ -107,6 +107,7 @@ pub fn assemble(
     progress: &dyn Fn(f32) -> Result<()>,
 ) -> Result<Assembled> {
     settings.check()?;
+    check_decoder(&target)?;
     let mut checked = Vec::with_capacity(drafters.len());
     for drafter in &drafters {
         checked.push(check_fit(drafter, &target)?);
@@ -293,7 +294,7 @@ fn build(
     num_tokens: TokenId,
 ) -> Result<Box<dyn Drafter<<Cpu as Backend>::Activations>>> {
     Ok(match drafter {
-        Loaded::NGram(ngram) => Box::new(ngram),
+        Loaded::NGram(settings) => Box::new(NGram::new(settings)),
         Loaded::DraftModel { weights, num_layers, shape } => Box::new(DraftModel::new(
             Arc::clone(backend),
             weights,

@@ -83,7 +83,7 @@ pub(super) fn grow<N: Network>(
     let k = usize::from(shape.top_k);
     let roots: Vec<u32> = seeds.iter().map(|seed| seed.row).collect();
     let draws: Option<Vec<Draw>> =
-        shape.noise.then(|| seeds.iter().map(|seed| sampler.draw(seed.request, &[])).collect());
+        shape.noise.then(|| seeds.iter().map(|seed| sampler.draw(seed.request, 0, std::iter::empty())).collect());
     let ranked = network.rank(&outputs, Some(&roots), draws.as_deref(), k);
     let mut growth = Growth::new(shape, seeds, ranked, first_scratch);
     for _ in 0..shape.max_depth {
@@ -206,8 +206,9 @@ impl Growth {
             level
                 .iter()
                 .map(|frontier| {
-                    let path = self.trees[frontier.seed].tree.path_tokens(frontier.node);
-                    sampler.draw(self.seeds[frontier.seed].request, &path)
+                    let tree = &self.trees[frontier.seed].tree;
+                    let path = tree.ancestors(frontier.node).map(|node| tree.token(node));
+                    sampler.draw(self.seeds[frontier.seed].request, tree.depth(frontier.node), path)
                 })
                 .collect()
         })

@@ -11,7 +11,7 @@ pub use draft_model::DraftModel;
 pub use eagle::Eagle;
 pub use eagle_head::{EagleWeights, head_spec};
 pub use grow::TreeShape;
-pub use ngram::NGram;
+pub use ngram::{NGram, NGramSettings};
 
 use crate::batch::Batch;
 use crate::kv::KvManager;

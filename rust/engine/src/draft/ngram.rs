@@ -1,4 +1,8 @@
 //! Prompt lookup: what followed the last tokens when they came before, in prompt and output (Saxena 2023).
+//!
+//! Its nodes' chance is learned from each request: how often a copied token was the target's.
+
+use std::collections::HashMap;
 
 use super::{Drafter, Observed};
 use crate::batch::Batch;
@@ -7,9 +11,9 @@ use crate::request::{RequestId, TokenId};
 use crate::sampler::Sampler;
 use crate::tree::{DraftTree, NodeId};
 
-/// The n-gram drafter. It has no state: a request's tokens are all it needs.
+/// Settings of the n-gram drafter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NGram {
+pub struct NGramSettings {
     /// Fewest last tokens that must have come before.
     pub min_match: usize,
     /// A longer match than this counts no more.
@@ -18,13 +22,52 @@ pub struct NGram {
     pub max_nodes: u16,
 }
 
-impl Default for NGram {
+impl Default for NGramSettings {
     fn default() -> Self {
         Self { min_match: 2, max_match: 5, max_nodes: 10 }
     }
 }
 
+/// How much a trial counts after the next one.
+const MEMORY: f32 = 0.95;
+/// What is believed before the first trial: three of four copied tokens are right.
+const PRIOR: Rate = Rate { right: 3.0, trials: 4.0 };
+
+/// Copied tokens that were judged, and those that were right; older ones count less.
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    right: f32,
+    trials: f32,
+}
+
+impl Rate {
+    fn count(&mut self, is_right: bool) {
+        self.right = self.right * MEMORY + f32::from(u8::from(is_right));
+        self.trials = self.trials * MEMORY + 1.0;
+    }
+
+    fn chance(self) -> f32 {
+        (self.right / self.trials).clamp(0.01, 0.99)
+    }
+}
+
+/// The n-gram drafter.
+#[derive(Debug)]
+pub struct NGram {
+    settings: NGramSettings,
+    rates: HashMap<RequestId, Rate>,
+    /// This step's proposals, until it is known what was accepted: by entry, the copied tokens.
+    proposed: Vec<Vec<TokenId>>,
+}
+
 impl NGram {
+    /// A drafter of these settings.
+    pub fn new(settings: NGramSettings) -> Self {
+        Self { settings, rates: HashMap::new(), proposed: Vec::new() }
+    }
+}
+
+impl NGramSettings {
     /// The longest match of the last tokens further left, the latest of equal ones: where its continuation begins, and
     /// its length.
     fn longest_match(&self, tokens: &[TokenId]) -> Option<(usize, usize)> {
@@ -47,42 +90,58 @@ impl NGram {
         best
     }
 
-    fn propose(&self, tokens: &[TokenId], root: TokenId, max_nodes: usize) -> DraftTree {
-        let mut tree = DraftTree::root_only(root);
-        let Some((start, len)) = self.longest_match(tokens) else {
-            return tree;
+    /// What followed the longest match, at most `max_nodes` tokens.
+    fn continuation(&self, tokens: &[TokenId], max_nodes: usize) -> Vec<TokenId> {
+        let Some((start, _)) = self.longest_match(tokens) else {
+            return Vec::new();
         };
-        // A match that runs into the end of the text repeats itself: a loop of period `tokens.len() - start`.
+        // A match that runs into the end of the text repeats itself: a loop of this period.
         let period = tokens.len() - start;
-        // The chance that a match of n tokens goes on for one more, by the rule of succession with one failure seen.
-        let step = ((len + 1) as f32 / (len + 2) as f32).ln();
-        let mut node = NodeId::ROOT;
-        for index in 0..max_nodes.min(usize::from(self.max_nodes)) {
-            let score = tree.score(node) + step;
-            node = tree.push_new(node, tokens[start + index % period], score);
-        }
-        tree
+        (0..max_nodes.min(usize::from(self.max_nodes))).map(|index| tokens[start + index % period]).collect()
     }
 }
 
 impl<F> Drafter<F> for NGram {
     fn draft(&mut self, batch: &Batch, sampler: &Sampler, _kv: &KvManager) -> Vec<DraftTree> {
-        batch
-            .entries
-            .iter()
-            .map(|entry| {
-                if !entry.settles || entry.draft_budget == 0 {
-                    return DraftTree::root_only(entry.root_token());
+        self.proposed.clear();
+        let mut trees = Vec::with_capacity(batch.entries.len());
+        for entry in &batch.entries {
+            let mut tree = DraftTree::root_only(entry.root_token());
+            let mut copied = Vec::new();
+            if entry.settles && entry.draft_budget > 0 {
+                let step = self.rates.entry(entry.request.id).or_insert(PRIOR).chance().ln();
+                copied = self.settings.continuation(sampler.tokens(entry.request.id), usize::from(entry.draft_budget));
+                let mut node = NodeId::ROOT;
+                for token in &copied {
+                    node = tree.push_new(node, *token, tree.score(node) + step);
                 }
-                let tokens = sampler.tokens(entry.request.id);
-                self.propose(tokens, entry.root_token(), usize::from(entry.draft_budget))
-            })
-            .collect()
+            }
+            trees.push(tree);
+            self.proposed.push(copied);
+        }
+        trees
     }
 
-    fn observe(&mut self, _observed: &Observed<'_, F>, _kv: &KvManager) {}
+    fn observe(&mut self, observed: &Observed<'_, F>, _kv: &KvManager) {
+        for (index, copied) in self.proposed.drain(..).enumerate() {
+            let Some(rate) = self.rates.get_mut(&observed.batch.entries[index].request.id) else {
+                continue;
+            };
+            let (tree, acceptance) = (&observed.trees[index], &observed.acceptances[index]);
+            let settled = acceptance.path.iter().map(|node| tree.token(*node)).chain(acceptance.next);
+            // A copied token is judged as long as those before it were right, computed or not.
+            for (copied, settled) in copied.into_iter().zip(settled) {
+                rate.count(copied == settled);
+                if copied != settled {
+                    break;
+                }
+            }
+        }
+    }
 
-    fn forget(&mut self, _request: RequestId) {}
+    fn forget(&mut self, request: RequestId) {
+        self.rates.remove(&request);
+    }
 }
 
 #[cfg(test)]
@@ -90,9 +149,7 @@ mod tests {
     use super::*;
 
     fn propose(tokens: &[TokenId], max_nodes: usize) -> Vec<TokenId> {
-        let tree = NGram::default().propose(tokens, *tokens.last().expect("not empty"), max_nodes);
-        tree.check();
-        tree.tokens()[1..].to_vec()
+        NGramSettings::default().continuation(tokens, max_nodes)
     }
 
     #[test]
@@ -104,6 +161,15 @@ mod tests {
     #[test]
     fn a_loop_is_continued_past_the_end() {
         assert_eq!(propose(&[5, 6, 7, 5, 6, 7, 5, 6], 7), [7, 5, 6, 7, 5, 6, 7]);
+    }
+
+    #[test]
+    fn the_chance_follows_what_was_accepted() {
+        let mut rate = PRIOR;
+        (0..40).for_each(|_| rate.count(false));
+        assert!(rate.chance() < 0.05);
+        (0..40).for_each(|_| rate.count(true));
+        assert!(rate.chance() > 0.85);
     }
 
     #[test]

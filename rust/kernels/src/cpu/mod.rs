@@ -70,6 +70,9 @@ macro_rules! with_kernels {
 }
 
 mod backend;
+mod bandwidth;
+
+pub use bandwidth::ReadLoop;
 
 /// The backend on this machine's CPU.
 #[derive(Debug)]
