@@ -67,7 +67,8 @@ impl Rows {
         let root_position = start + token_ids.len() as u32 - 1;
         let end = root_position + tree.len() as u32;
         let base = self.attention.slots.len() as u32;
-        self.attention.slots.extend(kv.slots(request, 0..end));
+        self.attention.slots.reserve(end as usize);
+        kv.slots(request, 0..end).for_each(|slot| self.attention.slots.push(slot));
 
         for (position, token) in (start..).zip(token_ids) {
             let slot = self.attention.slots[(base + position) as usize];

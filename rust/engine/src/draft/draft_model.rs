@@ -10,6 +10,7 @@ use slipstream_kernels::{Backend, Draw, Ranked, Rope, SlotMove};
 
 use super::blocks::BlockLog;
 use super::grow::{Grown, Network, PassRows, Seed, TreeShape, grow};
+use super::trust::Trust;
 use super::{Drafter, Observed};
 use crate::batch::Batch;
 use crate::error::Result;
@@ -34,6 +35,7 @@ pub struct DraftModel<B: Backend> {
     next: HashMap<RequestId, u32>,
     /// This step's trees, until it is known what was accepted.
     grown: Vec<Grown>,
+    trust: Trust,
     blocks: BlockLog<()>,
 }
 
@@ -64,6 +66,7 @@ impl<B: Backend> DraftModel<B> {
             cache,
             next: HashMap::new(),
             grown: Vec::new(),
+            trust: Trust::default(),
             blocks: BlockLog::new(),
         })
     }
@@ -90,6 +93,10 @@ impl<B: Backend> DraftModel<B> {
             if entry.request.params.max_draft_nodes == Some(0) || is_paused || is_past_context {
                 continue;
             }
+            let factor = if entry.settles { self.trust.factor(request, self.shape) } else { Some(0.0) };
+            let Some(trust) = factor else {
+                continue;
+            };
             let (start, _) = entry.known();
             let blocks = &self.blocks;
             let next = self.next.entry(request).or_insert_with(|| blocks.filled(kv, request, start));
@@ -104,6 +111,7 @@ impl<B: Backend> DraftModel<B> {
                     entry: index,
                     root: entry.root_token(),
                     root_position,
+                    trust,
                     first_position: 0,
                     context,
                     row: rows.len() as u32 - 1,
@@ -160,6 +168,7 @@ impl<B: Backend> Drafter<B::Activations> for DraftModel<B> {
     fn observe(&mut self, observed: &Observed<'_, B::Activations>, kv: &KvManager) {
         let mut moves = Vec::new();
         for grown in &self.grown {
+            self.trust.learn(grown, observed.first_settled(grown.seed.entry));
             let request = grown.seed.request;
             let tree = &observed.trees[grown.seed.entry];
             let Some(next) = self.next.get_mut(&request) else {
@@ -188,5 +197,6 @@ impl<B: Backend> Drafter<B::Activations> for DraftModel<B> {
 
     fn forget(&mut self, request: RequestId) {
         self.next.remove(&request);
+        self.trust.forget(request);
     }
 }

@@ -12,7 +12,8 @@ use slipstream_kernels::{Backend, Draw, Ranked};
 
 use super::blocks::BlockLog;
 use super::eagle_head::EagleWeights;
-use super::grow::{Network, PassRows, Seed, TreeShape, grow};
+use super::grow::{Grown, Network, PassRows, Seed, TreeShape, grow};
+use super::trust::Trust;
 use super::{Drafter, Observed};
 use crate::batch::{Batch, Entry};
 use crate::error::Result;
@@ -36,6 +37,9 @@ pub struct Eagle<B: Backend> {
     num_slots: usize,
     cache: B::Cache,
     states: HashMap<RequestId, State<B>>,
+    /// This step's trees, until it is known what was accepted.
+    grown: Vec<Grown>,
+    trust: Trust,
     /// With each block: how far pairs are computed, and the target features of its last two tokens.
     blocks: BlockLog<Arc<[f32]>>,
 }
@@ -71,6 +75,8 @@ impl<B: Backend> Eagle<B> {
             num_slots,
             cache,
             states: HashMap::new(),
+            grown: Vec::new(),
+            trust: Trust::default(),
             blocks: BlockLog::new(),
         })
     }
@@ -123,6 +129,10 @@ impl<B: Backend> Eagle<B> {
             if entry.request.params.max_draft_nodes == Some(0) || (entry.settles && entry.draft_budget == 0) {
                 continue;
             }
+            let factor = if entry.settles { self.trust.factor(request, self.shape) } else { Some(0.0) };
+            let Some(trust) = factor else {
+                continue;
+            };
             if !self.states.contains_key(&request) {
                 let state = self.begin(entry, kv);
                 if state.from == 1 && state.next == 1 {
@@ -150,6 +160,7 @@ impl<B: Backend> Eagle<B> {
                     entry: index,
                     root: token_ids[0],
                     root_position: start,
+                    trust,
                     first_position: state.from,
                     context,
                     row: rows.len() as u32 - 1,
@@ -190,18 +201,23 @@ impl<B: Backend> Network for Eagle<B> {
 
 impl<B: Backend> Drafter<B::Activations> for Eagle<B> {
     fn draft(&mut self, batch: &Batch, sampler: &Sampler, kv: &KvManager) -> Vec<DraftTree> {
+        self.grown.clear();
         let mut trees: Vec<DraftTree> =
             batch.entries.iter().map(|entry| DraftTree::root_only(entry.root_token())).collect();
         if let Some((seeds, outputs)) = self.catch_up(batch, sampler, kv) {
             let (shape, num_slots) = (self.shape, self.num_slots);
-            for grown in grow(self, shape, seeds, outputs, sampler, num_slots) {
-                trees[grown.seed.entry] = grown.tree;
-            }
+            self.grown = grow(self, shape, seeds, outputs, sampler, num_slots);
+        }
+        for grown in &self.grown {
+            trees[grown.seed.entry] = grown.tree.clone();
         }
         trees
     }
 
     fn observe(&mut self, observed: &Observed<'_, B::Activations>, kv: &KvManager) {
+        for grown in self.grown.drain(..) {
+            self.trust.learn(&grown, observed.first_settled(grown.seed.entry));
+        }
         let features = &observed.features[self.point];
         for (index, entry) in observed.batch.entries.iter().enumerate() {
             let request = entry.request.id;
@@ -242,5 +258,6 @@ impl<B: Backend> Drafter<B::Activations> for Eagle<B> {
 
     fn forget(&mut self, request: RequestId) {
         self.states.remove(&request);
+        self.trust.forget(request);
     }
 }

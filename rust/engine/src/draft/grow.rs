@@ -43,6 +43,8 @@ pub(super) struct Seed {
     pub(super) entry: usize,
     pub(super) root: TokenId,
     pub(super) root_position: u32,
+    /// Log of the factor on every estimated chance.
+    pub(super) trust: f32,
     /// First position with K/V of this drafter.
     pub(super) first_position: u32,
     /// Slots of the positions from `first_position` to the root's.
@@ -165,7 +167,7 @@ impl Growth {
                 num_taken: 0,
                 slots: vec![None],
             };
-            growing.extend(shape, index, &[(NodeId::ROOT, seed.row)], vec![children]);
+            growing.extend(shape, index, seed.trust, &[(NodeId::ROOT, seed.row)], vec![children]);
             trees.push(growing);
         }
         Self { shape, seeds, trees, attention }
@@ -222,7 +224,13 @@ impl Growth {
             let num_rows = level.iter().filter(|frontier| frontier.seed == index).count();
             let parents: Vec<(NodeId, u32)> = (row..row + num_rows).map(|row| (level[row].node, row as u32)).collect();
             row += num_rows;
-            growing.extend(self.shape, index, &parents, ranked.by_ref().take(num_rows).collect());
+            growing.extend(
+                self.shape,
+                index,
+                self.seeds[index].trust,
+                &parents,
+                ranked.by_ref().take(num_rows).collect(),
+            );
         }
     }
 
@@ -255,12 +263,19 @@ pub(super) struct Grown {
 
 impl Growing {
     /// Adds the children of `parents` (a node, and the row that ranked them); the best of them are the next frontier.
-    fn extend(&mut self, shape: TreeShape, seed: usize, parents: &[(NodeId, u32)], ranked: Vec<Vec<Ranked>>) {
+    fn extend(
+        &mut self,
+        shape: TreeShape,
+        seed: usize,
+        trust: f32,
+        parents: &[(NodeId, u32)],
+        ranked: Vec<Vec<Ranked>>,
+    ) {
         let mut candidates: Vec<(NodeId, u32)> = Vec::new();
         for ((parent, row), children) in parents.iter().zip(ranked) {
             let so_far = self.tree.score(*parent);
             for child in children {
-                candidates.push((self.tree.push_new(*parent, child.token, so_far + child.log_chance), *row));
+                candidates.push((self.tree.push_new(*parent, child.token, so_far + child.log_chance + trust), *row));
             }
         }
         self.slots.resize(self.tree.len(), None);

@@ -6,6 +6,7 @@ mod eagle;
 mod eagle_head;
 mod grow;
 mod ngram;
+mod trust;
 
 pub use draft_model::DraftModel;
 pub use eagle::Eagle;
@@ -15,7 +16,7 @@ pub use ngram::{NGram, NGramSettings};
 
 use crate::batch::Batch;
 use crate::kv::KvManager;
-use crate::request::RequestId;
+use crate::request::{RequestId, TokenId};
 use crate::rows::Rows;
 use crate::sampler::Sampler;
 use crate::tree::DraftTree;
@@ -34,6 +35,14 @@ pub struct Observed<'a, F> {
     pub acceptances: &'a [Acceptance],
     /// Target features, for every point that was declared when the target was built, a row for every row.
     pub features: &'a [F],
+}
+
+impl<F> Observed<'_, F> {
+    /// The token that followed an entry's root; none if nothing was drawn.
+    fn first_settled(&self, entry: usize) -> Option<TokenId> {
+        let acceptance = &self.acceptances[entry];
+        acceptance.path.first().map(|node| self.trees[entry].token(*node)).or(acceptance.next)
+    }
 }
 
 /// What proposes tokens. Knowing nothing yet is no error: the tree is its root alone.
