@@ -32,10 +32,10 @@ test-all: test-rust test-loom $(BIN)/.built-dev ## Run all tests
 test-rust: ## Run the Rust tests
 	$(CARGO_TEST)
 
-# Debug information and optimisation of ordinary tests do not suit loom, so it builds apart.
+# The flag changes what everything is built with, so it builds apart.
 test-loom: ## Check the lock-free parts under every order of their steps
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom LOOM_MAX_PREEMPTIONS=2 \
-		cargo test --release --lib -- ::model:: ::loom_models::
+		cargo test --lib -- ::model:: ::loom_models::
 
 test-python: $(BIN)/.built-dev ## Run the Python tests
 	timeout 1200 $(BIN)/python -m pytest
