@@ -354,3 +354,24 @@ def test_the_scalar_instruction_set_writes_what_the_fast_one_does(
         written = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
         assert written == plain["a", sampling][:4]
     core.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings"),
+    [
+        ([511, 1], {}),
+        ([15, 1], {"max_batch_tokens": 16}),
+        ([2, 2], {"max_batch_tokens": 2, "block_size": 1}),
+        ([1, 1, 2, 3], {"max_batch_tokens": 2, "block_size": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "list"])
+def test_a_first_step_that_leaves_no_room_for_drafts_changes_nothing(
+    kind: str, lengths: list[int], settings: dict[str, Any]
+) -> None:
+    prompts = [[3 + (7 * place) % 300 for place in range(length)] for length in lengths]
+    limits = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    with Engine(TARGETS["a"]) as plain, Engine(TARGETS["a"], drafter_of(kind, "a"), **settings) as engine:
+        for _ in range(2):
+            assert ids_of(engine.generate(prompts, **limits)) == ids_of(plain.generate(prompts, **limits))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream import __version__, _core, fetch, sources
-from slipstream._core import Error, Stats
+from slipstream._core import Error, RequestError, Stats
 from slipstream.drafters import DraftModel, Eagle, NGram
 from slipstream.engine import Engine
 from slipstream.streams import TokenStream
@@ -158,6 +158,8 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     messages: list[dict[str, str]] = list(opening)
     with _engine(model, drafter, threads, quantize) as engine:
+        if not engine.has_chat_template:
+            raise RequestError("expected a model with a chat template, got one without\nhint: slipstream run --raw")
         console.print("/clear forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C ends an answer", style="dim")
         for line in _lines(console):
             if line in ("/quit", "/exit"):

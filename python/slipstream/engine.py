@@ -319,8 +319,8 @@ def _drafters(given: object) -> list[NGram | DraftModel | Eagle]:
         return [NGram()]
     if isinstance(given, (NGram, DraftModel, Eagle)):
         return [given]
-    if isinstance(given, (list, tuple)) and all(isinstance(item, (NGram, DraftModel, Eagle)) for item in given):
-        return list(given)
+    if isinstance(given, (list, tuple)) and all(isinstance(item, (str, NGram, DraftModel, Eagle)) for item in given):
+        return [drafter for item in given for drafter in _drafters(item)]
     got = settings.shown(given) if isinstance(given, str) else type(given).__name__
     raise ConfigError(
         'expected None, "none", "auto", "ngram", an NGram, DraftModel or Eagle, or a list of these as drafter, '

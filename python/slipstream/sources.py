@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,9 +59,13 @@ def _from_text(given: str | os.PathLike[str]) -> Source:
             raise ModelError("the demo model is not on this machine yet\nhint: fetch it with `slipstream fetch demo`")
         return Source.path(str(path))
     path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # a name that no file system takes
+        raise ModelError(f"expected {_EXPECTED}, got {settings.shown(text)}: {error.strerror}") from None
+    if is_folder:
         return _from_folder(path)
-    if path.exists():
+    if is_there:
         return Source.path(str(path))
     if isinstance(given, str) and _is_hub_id(text):
         return _from_folder(_download(text))
@@ -117,7 +122,16 @@ def _load_bin(path: Path) -> dict[str, Any]:
     try:
         is_zip = zipfile.is_zipfile(path)  # older files are no archives and cannot be mapped
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        pickle.UnpicklingError,
+        struct.error,
+    ) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"{path}: expected a dict of tensors saved by torch: {first_line}") from error
     if not isinstance(loaded, dict):

@@ -52,7 +52,7 @@ fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
     }
     match value.extract::<f64>() {
         Ok(number) if number.is_finite() && (number as f32).is_finite() => Ok(number as f32),
-        _ => Err(wrong(name, "a finite number", value)),
+        _ => Err(wrong(name, "a finite number of 32 bits", value)),
     }
 }
 

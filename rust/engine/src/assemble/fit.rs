@@ -2,19 +2,38 @@
 
 use std::path::Path;
 
-use super::DrafterFile;
+use super::{DrafterFile, Settings};
 use crate::draft::{NGramSettings, TreeShape, head_spec};
 use crate::error::{EngineError, Result};
 use crate::load::ModelFile;
 use crate::request::TokenId;
 
-/// Refuses an EAGLE head where a decoder is wanted: its config looks like one.
+/// Refuses an EAGLE head where a decoder is wanted (its config looks like one), and weights with more layers than the
+/// config says.
 pub(super) fn check_decoder(file: &ModelFile<'_>) -> Result<()> {
     if file.tensors.has("fc.weight") && !file.tensors.has("model.layers.0.input_layernorm.weight") {
         return Err(EngineError::model(format!("expected a decoder, got a draft head: {}", file.name))
             .with_hint("a head goes beside its target: Engine(target, Eagle(head))"));
     }
+    let beyond = format!("model.layers.{}.input_layernorm.weight", file.spec.num_layers);
+    if file.tensors.has(&beyond) {
+        return Err(EngineError::model(format!(
+            "expected weights of {} layers, as the config says, got a tensor {beyond}",
+            file.spec.num_layers
+        )));
+    }
     Ok(())
+}
+
+/// Refuses a context that the model was not made for.
+pub(super) fn check_context(settings: &Settings, target: &ModelFile<'_>) -> Result<()> {
+    match settings.max_context {
+        Some(max_context) if max_context as usize > target.spec.max_position => Err(EngineError::config(format!(
+            "expected max_context of at most {}, what the model was made for, got {max_context}",
+            target.spec.max_position
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Refuses a drafter that does not fit, before any weight is read; its tree's shape if it has one.

@@ -26,7 +26,7 @@ use crate::verify::TargetMatch;
 pub use fit::is_same_file;
 pub use settings::{Settings, TreeSettings};
 
-use fit::{check_decoder, check_fit};
+use fit::{check_context, check_decoder, check_fit};
 use settings::BUDGET;
 
 /// The engine on a CPU.
@@ -108,6 +108,7 @@ pub fn assemble(
 ) -> Result<Assembled> {
     settings.check()?;
     check_decoder(&target)?;
+    check_context(settings, &target)?;
     let mut checked = Vec::with_capacity(drafters.len());
     for drafter in &drafters {
         checked.push(check_fit(drafter, &target)?);
@@ -122,7 +123,7 @@ pub fn assemble(
         .collect::<Result<_>>()?;
 
     let spec = weights.spec.clone();
-    let max_context = settings.max_context.unwrap_or(u32::MAX).min(spec.max_position as u32);
+    let max_context = settings.max_context.unwrap_or(spec.max_position as u32);
     let sizes = kv_sizes(&spec, &loaded, settings, max_context)?;
     let num_slots = sizes.num_blocks * settings.block_size;
 

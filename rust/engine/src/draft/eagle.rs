@@ -89,8 +89,9 @@ impl<B: Backend> Eagle<B> {
             return State { from: 1, next: 1, pending: None };
         }
         let filled = self.blocks.filled(kv, request, start);
-        // The last pair of a block is computed a step after the block is full; its features are kept too.
-        let next = filled.max(start - 1);
+        // The last pair of a block is computed a step after the block is full; its features are kept too. Position 0 has
+        // no pair.
+        let next = filled.max(start - 1).max(1);
         let features: Option<Vec<Arc<[f32]>>> =
             (next - 1..start).map(|position| self.blocks.kept(kv, request, position)).collect();
         match features {
@@ -126,13 +127,10 @@ impl<B: Backend> Eagle<B> {
         let mut features = Vec::new();
         for (index, entry) in batch.entries.iter().enumerate() {
             let request = entry.request.id;
-            if entry.request.params.max_draft_nodes == Some(0) || (entry.settles && entry.draft_budget == 0) {
+            if entry.request.params.max_draft_nodes == Some(0) {
                 continue;
             }
-            let factor = if entry.settles { self.trust.factor(request, self.shape) } else { Some(0.0) };
-            let Some(trust) = factor else {
-                continue;
-            };
+            // Also for a request that drafts nothing now: its features are kept from the first.
             if !self.states.contains_key(&request) {
                 let state = self.begin(entry, kv);
                 if state.from == 1 && state.next == 1 {
@@ -140,6 +138,13 @@ impl<B: Backend> Eagle<B> {
                 }
                 self.states.insert(request, state);
             }
+            if entry.settles && entry.draft_budget == 0 {
+                continue;
+            }
+            let factor = if entry.settles { self.trust.factor(request, self.shape) } else { Some(0.0) };
+            let Some(trust) = factor else {
+                continue;
+            };
             let state = self.states.get_mut(&request).expect("just inserted");
             let (start, token_ids) = entry.known();
             let Some(pending) = &state.pending else {

@@ -34,6 +34,8 @@ pub fn head_spec(config: &Value) -> Result<ModelSpec> {
     if let Some(fields) = config.as_object_mut() {
         // The reference computes the width of a head and ignores this field.
         fields.remove("head_dim");
+        // Heads are published under any class name.
+        fields.remove("architectures");
         fields.entry("model_type").or_insert_with(|| Value::from("llama"));
         fields.entry("num_hidden_layers").or_insert_with(|| Value::from(1));
     }

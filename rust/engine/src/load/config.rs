@@ -182,6 +182,18 @@ fn refuse_variants(fields: &Fields<'_>) -> Result<()> {
             return Err(Fields::wrong("layer_types", "full_attention in every layer", other));
         }
     }
+    for name in ["num_experts", "num_local_experts", "n_routed_experts"] {
+        if fields.count(name)?.unwrap_or(0) > 0 {
+            return Err(EngineError::model(format!("expected no {name}: mixtures of experts are not supported yet")));
+        }
+    }
+    if let Some(classes) = fields.get("architectures") {
+        let known = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+        let classes = classes.as_array().ok_or_else(|| Fields::wrong("architectures", "a list", classes))?;
+        if let Some(other) = classes.iter().find(|class| !class.as_str().is_some_and(|class| known.contains(&class))) {
+            return Err(Fields::wrong("architectures", &format!("of {}", known.join(", ")), other));
+        }
+    }
     if let Some(quantization) = fields.object("quantization_config")? {
         let method = quantization.text("quant_method")?.unwrap_or("unknown");
         return Err(EngineError::model(format!(
