@@ -74,10 +74,10 @@ impl<B: Backend> DecoderWeights<B> {
             layers.push(Layer::load(backend, tensors, &spec, &format!("model.layers.{index}"), storage, true)?);
         }
         let norm = backend.vector(&vector_of(tensors, "model.norm.weight", hidden)?);
-        let head = if tensors.has("lm_head.weight") && !spec.tie_word_embeddings {
-            Arc::new(backend.upload(&[tensors.matrix("lm_head.weight", vocab, hidden)?], storage)?)
-        } else {
+        let head = if spec.tie_word_embeddings {
             Arc::clone(&embed)
+        } else {
+            Arc::new(backend.upload(&[tensors.matrix("lm_head.weight", vocab, hidden)?], storage)?)
         };
         progress(1.0)?;
         Ok(Self { spec, embed, layers, norm, head })
