@@ -433,7 +433,7 @@ def test_settings_that_are_wrong_or_not_built_are_refused_by_name(target_a: Path
         Engine(target_a, **setting)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", 5, ["ngram"], {"ngram": 1}, NGram], ids=str)
+@pytest.mark.parametrize("drafter", ["eagle", 5, ["ngrams"], {"ngram": 1}, NGram], ids=str)
 def test_wrong_drafters_are_refused(target_a: Path, drafter: Any) -> None:
     with pytest.raises(ConfigError, match="drafter"):
         Engine(target_a, drafter)
